@@ -1,0 +1,136 @@
+"""The site: nbdev's processed notebooks and an API reference, laid out for Sphinx and built: python docs/adapt.py _docs
+
+Exported cells stay on the page with their source; their signatures and parameters are gathered in the API reference."""
+import enum
+import inspect
+import os
+import re
+import shutil
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+from execnb.nbio import mk_cell, write_nb
+from fastcore.docments import docments
+from nbdev import processors
+from nbdev.process import NBProcessor
+from sphinx.cmd.build import build_main
+
+ROOT = Path(__file__).parents[1]
+ROOMS = {"0": "Ground", "1": "Mathematics", "2": "Kernels", "3": "Doors", "4": "The world", "5": "Evidence"}
+TAGS = {"echo: false": "remove-input", "output: false": "remove-output", "include: false": "remove-cell", "code-fold: true": "hide-input"}
+EMPTY = inspect.Parameter.empty
+
+def mark_export(cell):
+    "Keep an exported cell and mark it; drop what only tells nbdev where to export to."
+    if "default_exp" in cell.directives_: del cell["source"]
+    elif cell.directives_.keys() & {"export", "exports", "exporti"}: cell.metadata["tags"] = ["exported"]
+
+def tag(cell):
+    "Turn the directives that nbdev leaves for Quarto into tags that myst-nb knows; drop a cell that is left empty."
+    if cell.cell_type != "code": return
+    found = re.findall(r"^#\|\s*([\w-]+: \w+)", cell.source, re.M)
+    cell.source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.M).strip()
+    cell.metadata["tags"] = cell.metadata.get("tags", []) + [TAGS[o] for o in found if o in TAGS]
+    if not cell.source and not cell.outputs: del cell["source"]
+
+class Pages(processors.FilterDefaults):
+    "nbdev's filter, less what hides exported source, executes cells and writes for Quarto."
+    less = {"FrontmatterProc", "add_show_docs", "insert_warning", "exec_show_docs", "add_links", "add_fold", "mv_exports"}
+
+    def base_procs(self):
+        procs = [mark_export if p.__name__ == "rm_export" else p for p in super().base_procs()]
+        return [p for p in procs if p.__name__ not in self.less] + [tag]
+
+def link(
+    text: str,  # Markdown
+    links: dict,  # name -> label of its entry in the API reference
+) -> str:  # with the public names in backticks linked, but for code blocks and headings
+    def one(m): return f"[`{m[1]}`](#{links[m[1]]})" if m[1] in links else m[0]
+    fences = re.split(r"(^```.*?^```\s*?$|^#.*?$)", text, flags=re.M | re.S)
+    return "".join(t if i % 2 else re.sub(r"(?<![\[`])`([\w.]+)`(?![\]`])", one, t) for i, t in enumerate(fences))
+
+def cell_text(text): return re.sub(r"([|*<$])", r"\\\1", " ".join(str(text or "").split()))
+
+def type_name(anno):
+    name = anno.__name__ if isinstance(anno, type) and not hasattr(anno, "__args__") else str(anno)
+    return "" if anno in (EMPTY, None) else "`" + re.sub(r"torch\.(?=Tensor)|typing\.|collections\.abc\.", "", name).replace("|", "\\|") + "`"
+
+def table(obj, signature):
+    "Parameters and result with the comments that stand beside them in the source."
+    notes = {n: p.docment for n, p in docments(obj, full=True).items()}
+    if hasattr(obj, "_fields"): notes = dict(re.findall(r"^\s+(\w+):.*?# *(.*)$", inspect.getsource(obj), re.M))  # a named tuple
+    rows = [(f"`{n}`", type_name(p.annotation), cell_text(notes.get(n))) for n, p in signature.parameters.items() if n != "self"]
+    result = signature.return_annotation
+    if result not in (EMPTY, None): rows.append(("*returns*", type_name(result), cell_text(notes.get("return"))))
+    return "\n".join(["| | type | |\n|---|---|---|", *(f"| {' | '.join(r)} |" for r in rows)]) if rows else ""
+
+def described(obj):
+    "Signature, docstring and table of a function or class; the members or the value of anything else."
+    obj = getattr(obj, "fn", obj)  # a Triton function wraps the Python one
+    doc = re.sub(r"(?<=\w)\*(?=\w)", r"\\*", inspect.cleandoc(obj.__doc__ or ""))
+    if isinstance(obj, property): return doc
+    if not callable(obj) or not hasattr(obj, "__name__"): return f"```python\n{obj!r}\n```"
+    if isinstance(obj, enum.EnumType): return "\n\n".join([doc, ", ".join(f"`{m.name} = {m.value}`" for m in obj)])
+    signature = inspect.signature(obj)
+    names = ", ".join(str(p.replace(annotation=EMPTY)) for p in signature.parameters.values())
+    call = re.sub(r"<(?:function |class |built-in function )?'?([\w.]+).*?>", r"\1", f"{obj.__name__}({names})")
+    return "\n\n".join(filter(None, [f"```python\n{call}\n```", doc, table(obj, signature)]))
+
+def reference(
+    module: str,  # its full name
+    source: str,  # the notebook that it is exported from
+) -> str:  # Markdown: the page of one module
+    mod = import_module(module)
+    parts = [f"# {module.partition('.')[2]}", mod.__doc__ or "", f"Derived and checked in [](../{source}.ipynb)."]
+    for name in mod.__all__:
+        obj = getattr(mod, name)
+        parts += [f"({module}.{name})=\n## {name}", described(obj)]
+        for n in vars(obj) if isinstance(obj, type) and not isinstance(obj, enum.EnumType) else ():
+            f = getattr(obj, n)
+            if n[0] != "_" and (inspect.isroutine(f) or isinstance(f, property)) and f.__doc__: parts += [f"### {name}.{n}", described(f)]
+    return "\n\n".join(parts) + "\n"
+
+def exported() -> dict:  # module -> notebook, in the order of the notebooks
+    "Which notebook each module comes from, by the line nbdev writes at its head."
+    found = {}
+    for path in (ROOT / "tensorplay_attn").rglob("*.py"):
+        head = re.search(r"File to edit: \S*?nbs/(\w+)\.ipynb", path.read_text(encoding="utf-8")[:2000])
+        if head: found[".".join(path.relative_to(ROOT).with_suffix("").parts)] = head[1]
+    return dict(sorted(found.items(), key=lambda item: item[::-1]))
+
+def toctree(caption, names): return "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```"])
+
+def lay_out(out: Path):
+    "Write the sources that Sphinx reads."
+    modules, names = exported(), sorted(p.stem for p in (ROOT / "nbs").glob("[0-9]*.ipynb"))
+    links = {n: f"{m}.{n}" for m in modules for n in import_module(m).__all__}
+    trees = [toctree(room, here) for digit, room in ROOMS.items() if (here := [n for n in names if n[0] == digit])]
+    trees += [toctree("API", [f"api/{m.partition('.')[2]}" for m in modules]), toctree("Project", ["contributing", "changelog"])]
+    for name in [*names, "index"]:
+        nb = NBProcessor(ROOT / f"nbs/{name}.ipynb", procs=Pages().procs(), process=True).nb
+        for cell in nb.cells:
+            if cell.cell_type == "markdown": cell.source = link(cell.source, links)
+        if name == "index": nb.cells.append(mk_cell("\n\n".join(trees), "markdown"))
+        nb.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
+        write_nb(nb, out / f"{name}.ipynb")
+    texts = {name.lower(): (ROOT / f"{name}.md").read_text(encoding="utf-8") for name in ("CONTRIBUTING", "CHANGELOG")}
+    for name, text in (texts | {f"api/{m.partition('.')[2]}": reference(m, s) for m, s in modules.items()}).items():
+        (out / f"{name}.md").write_text(link(text, links), encoding="utf-8")
+
+def build(
+    target: Path,  # folder of the built site; what was there is replaced
+) -> int:  # Sphinx's exit status
+    "Build in a temporary folder; any warning is an error."
+    os.chdir(ROOT)  # where nbdev looks for settings.ini
+    with tempfile.TemporaryDirectory() as tmp:
+        (Path(tmp) / "source/api").mkdir(parents=True)
+        lay_out(Path(tmp) / "source")
+        args = ["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "docs"), f"{tmp}/source", f"{tmp}/site"]
+        if status := build_main(args): return status
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(f"{tmp}/site", target, ignore=shutil.ignore_patterns(".doctrees", ".buildinfo"))
+    return 0
+
+if __name__ == "__main__": sys.exit(build(Path(sys.argv[1]).resolve()))

@@ -1,0 +1,225 @@
+"The benchmark's machinery on tiny sizes: nothing here depends on how fast anything is."
+import gc
+import json
+import math
+from dataclasses import asdict, replace
+import pytest
+import torch
+from click.testing import CliRunner
+from tensorplay_attn.evidence import benchmark as bm
+from tensorplay_attn.evidence.benchmark import Case, Settings
+
+TINY = dict(H=2, Hkv=2, L=24, E=8)
+FAST = Settings(threads=1, budget=0.0, min_rounds=2)
+
+
+class Clock:
+    "Tells what it was told."
+    def __init__(self): self.now = 0.0
+    def __call__(self): return self.now
+
+
+def test_alternate_order_and_samples():
+    clock, calls = Clock(), []
+    def work(name, seconds):
+        def run():
+            calls.append(name)
+            clock.now += seconds
+        return run
+    samples = bm.alternate({"a": work("a", 1), "b": work("b", 2), "c": work("c", 4)}, math.inf, 1, 4, (clock, clock))
+    assert calls == list("abc" "cba" "abc" "cba")
+    assert samples == {"a": [(1, 1)] * 4, "b": [(2, 2)] * 4, "c": [(4, 4)] * 4}
+
+
+@pytest.mark.parametrize("budget, low, high, rounds", [(10, 1, 50, 10), (0, 3, 50, 3), (10, 20, 50, 20), (math.inf, 1, 7, 7), (2.5, 1, 50, 3)])
+def test_alternate_stops(budget, low, high, rounds):
+    clock = Clock()
+    def run(): clock.now += 1
+    assert len(bm.alternate({"a": run}, budget, low, high, (clock,))["a"]) == rounds
+
+
+def test_summary_and_ratios():
+    assert bm.summary([4.0]) == {"median": 4.0, "min": 4.0, "iqr": 0.0, "n": 1}
+    assert bm.summary([1, 2, 3, 4, 5]) == {"median": 3, "min": 1, "iqr": 2, "n": 5}
+    mood = [1, 1, 1, 50, 3, 3, 3]  # the same mood for both in a round; one round disturbed for one of them only
+    samples = {"ours": [(2 * m, m) for m in mood], "torch": [(m, m) for m in mood]}
+    samples["ours"][3] = (1e6, 1e6)
+    got = bm.ratios(samples, "torch")
+    assert got["ratio"]["median"] == 2 and got["wall_ratio"]["median"] == 1 and got["ratio"]["iqr"] == 0
+
+
+@pytest.mark.parametrize("record, want", [
+    ({"error": "x", "case": {"limit": 1}}, "error"), ({"error": None, "case": {"limit": None}, "ratio": {"median": 9}}, ""),
+    ({"error": None, "case": {"limit": 1.1}, "ratio": {"median": 1.1}}, "met"),
+    ({"error": None, "case": {"limit": 1.1}, "ratio": {"median": 1.101}}, "missed"),
+    ({"error": None, "case": {"limit": 96}, "extra_mib": 97.0}, "missed"), ({"error": None, "case": {"limit": 96}, "extra_mib": 0.0}, "met")])
+def test_verdict(record, want): assert bm.verdict(record) == want
+
+
+SAME = {
+    "dense": {}, "causal": dict(is_causal=True), "gqa": dict(H=4, is_causal=True),
+    "window": dict(window=(5, 0)), "window both sides": dict(window=(2, 3)),
+    "lengths": dict(B=3, kv_length=6), "bias": dict(bias=True), "bf16": dict(dtype="bfloat16", is_causal=True), "fp16": dict(dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd+bwd"])
+def test_contenders_answer_the_same(name, backward):
+    peers = ("torch", "torch math") + (("torch mask",) if name in ("causal", "gqa") else ())
+    case = Case(name, **TINY | SAME[name], backward=backward, peers=peers, limit=math.inf)
+    record = bm.run_case(case, FAST)
+    assert record["error"] is None and record["verdict"] == "met", record["error"]
+    for peer in peers: assert record["contenders"][peer]["process_ms"]["n"] == 2, record["contenders"][peer]
+    t = bm.make_inputs(case)
+    assert len(bm.runner(case, t, "ours")()) == (1 + len(t.leaves) if backward else 1)
+
+
+def boom(case, t): raise ZeroDivisionError("made to fail\nsecond line")
+
+
+@pytest.mark.parametrize("who", ["ours", "torch"])
+def test_a_failing_case_is_reported(monkeypatch, who):
+    case = Case("fails", **TINY, limit=1.0)
+    monkeypatch.setitem(bm.ATTENTIONS, who, boom)
+    report = bm.bench([case, replace(case, name="fails too")], FAST)
+    assert [r["verdict"] for r in report["records"]] == ["error", "error"]
+    assert report["records"][0]["error"] == "ZeroDivisionError: made to fail" and "fails fwd" in "\n".join(bm.conclusion(report))
+    json.dumps(report, allow_nan=False)
+
+
+def test_a_failing_later_peer_only_loses_its_place(monkeypatch):
+    monkeypatch.setitem(bm.ATTENTIONS, "torch math", boom)
+    record = bm.run_case(Case("case", **TINY, peers=("torch", "torch math", "torch mask"), is_causal=True, limit=math.inf), FAST)
+    assert record["verdict"] == "met" and record["contenders"]["torch math"] == {"error": "ZeroDivisionError: made to fail"}
+    assert "process_ms" in record["contenders"]["torch mask"]
+    assert [row[1:] for row in bm.other_rows([record])][0][-1] == "ZeroDivisionError: made to fail"
+
+
+@pytest.mark.parametrize("spoil", [lambda x: x * 1.5, lambda x: x * torch.nan, lambda x: x.roll(1, 2), lambda x: torch.zeros_like(x)],
+                         ids=["scaled", "nan", "shifted", "zero"])
+def test_different_answers_are_not_timed(monkeypatch, spoil):
+    ours = bm.ATTENTIONS["ours"]
+    monkeypatch.setitem(bm.ATTENTIONS, "ours", lambda case, t: spoil(ours(case, t)))
+    record = bm.run_case(Case("wrong", **TINY, is_causal=True), FAST)
+    assert record["verdict"] == "error" and "different questions" in record["error"] and "ratio" not in record
+
+
+def test_a_large_dense_peer_is_not_run():
+    t = bm.make_inputs(small := Case("small", **TINY))
+    with pytest.raises(NotImplementedError, match="2.0 GiB"): bm.ATTENTIONS["torch math"](replace(small, H=8, L=8192), t)
+
+
+def test_report_survives_json_and_becomes_text():
+    report = bm.bench([Case("causal", **TINY, is_causal=True, limit=1e9), Case("none", **TINY), Case("strict & <b>", **TINY, limit=0.0)], FAST)
+    again = json.loads(json.dumps(report, allow_nan=False))
+    assert [Case(**r["case"]) for r in again["records"]] == [Case(**r["case"]) for r in report["records"]]
+    assert bm.table_rows(again["records"]) == bm.table_rows(report["records"]) and bm.conclusion(again) == bm.conclusion(report)
+    page = bm.html_page(again)
+    assert page.count("<table>") == 1 and "strict &amp; &lt;b&gt; fwd" in page and "<b>" not in page and "src=" not in page and "href=" not in page
+    assert all(report["machine"][x] for x in ("cpu", "cores", "threads", "torch", "python", "date"))
+    assert "missed: strict & <b> fwd" in "\n".join(bm.conclusion(report))
+
+
+def test_threads_and_collector_are_restored(monkeypatch):
+    before, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(bm, "run_case", lambda case, settings: seen.append((torch.get_num_threads(), gc.isenabled())) or 1 / 0)
+    with pytest.raises(ZeroDivisionError): bm.bench([Case("x")], Settings(threads=1))
+    assert seen == [(1, False)] and gc.isenabled() and torch.get_num_threads() == before
+
+
+def test_limits_are_those_promised():
+    "The table of the issue: who is held to what."
+    limits = {c.id: c.limit for c in bm.target_cases()}
+    for kind in ("dense", "causal"):
+        for size in ("(1,8,1024,64)", "(1,8,4096,64)", "(1,8,2048,128)", "(1,32/8,2048,128)"):
+            for way in ("fwd", "fwd+bwd"): assert limits[f"{kind} {size} {way}"] == 1.1
+        for dtype in ("bf16", "fp16"):
+            for way in ("fwd", "fwd+bwd"): assert limits[f"{kind} {dtype} (1,8,2048,64) {way}"] == 1.0
+    for way in ("fwd", "fwd+bwd"):
+        assert limits[f"window (255,0) (1,8,8192,64) {way}"] == 1 / 8 and limits[f"lengths 25% (4,8,4096,64) {way}"] == 1 / 3
+    assert limits["bias (1,8,2048,64) fwd+bwd"] == 1.0
+    memory = {c.L: c for c in bm.memory_cases()}[65536]
+    assert (memory.limit, memory.H, memory.window, memory.backward) == (96, 1, (255, 0), True)
+    assert {c.L for c in bm.curve_cases()} == {256, 512, 1024, 2048, 4096, 8192}
+
+
+def test_sampler_sees_a_known_allocation():
+    "In a fresh process, so that nothing freed before is reused."
+    for mib in (64, 200): assert abs(bm.in_fresh_process("tensorplay_attn.evidence.benchmark:known_allocation", mib=mib) - mib) < 0.25 * mib
+
+
+def test_sampler_ends_its_thread_when_the_function_raises():
+    import threading
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError): bm.sample_peak(lambda: 1 / 0)
+    assert threading.active_count() == before
+
+
+def test_memory_of_a_case():
+    case = Case("memory", H=1, Hkv=1, L=2048, backward=True, group="memory", window=(63, 0), peers=("torch", "torch math"), limit=1000)
+    record = bm.run_case(case, FAST)
+    math_way = record["contenders"]["torch math"]
+    assert record["verdict"] == "met" and record["extra_mib"] == record["contenders"]["ours"]["extra"] / 2**20
+    assert math_way["results"] == 4 * 2048 * 64 * 4 and math_way["inputs"] == math_way["results"] + 2048**2
+    assert math_way["extra"] > case.scores_bytes == 16 * 2**20
+    json.dumps(record, allow_nan=False)
+
+
+def test_errors_of_a_fresh_process():
+    with pytest.raises(RuntimeError, match="AttributeError.*nonsense"):
+        bm.in_fresh_process("tensorplay_attn.evidence.benchmark:child_memory", case=asdict(Case("x", L=8, dtype="nonsense")), name="ours")
+    record = bm.run_case(Case("heads", H=3, Hkv=2, L=8, E=4, group="memory"), FAST)
+    assert record["verdict"] == "error" and "ValueError" in record["error"] and "extra_mib" not in record
+
+
+def test_select():
+    cases = bm.all_cases()
+    assert bm.select(cases) == cases and 0 < len(bm.select(cases, quick=True)) < len(cases) and all(c.quick for c in bm.select(cases, quick=True))
+    assert {c.dtype for c in bm.select(cases, "*fp16*")} == {"float16"}
+    assert [c.id for c in bm.select(cases, "bias*bwd")] == ["bias (1,8,2048,64) fwd+bwd"]
+    assert bm.select(cases, "fp16") == bm.select(cases, "*fp16*") and bm.select(cases, "nothing") == []
+
+
+@pytest.fixture
+def tiny_cases(monkeypatch):
+    def use(*cases): monkeypatch.setattr(bm, "all_cases", lambda: list(cases))
+    curve = [Case(f"curve {L}", H=1, Hkv=1, L=L, is_causal=True, group="curve") for L in (8, 16)]
+    use(Case("causal", **TINY, is_causal=True, limit=0.0, quick=True), *curve)
+    return use
+
+
+def run(*args): return CliRunner().invoke(bm.bench_command, [*args, "--budget", "0", "--threads", "1"], env={"COLUMNS": "150"})
+
+
+def test_command(tiny_cases, tmp_path):
+    files = {kind: tmp_path / "new" / f"bench.{kind}" for kind in ("json", "html", "svg")}
+    result = run(*(x for kind, file in files.items() for x in (f"--{kind}", str(file))))
+    assert result.exit_code == 0 and "missed: causal fwd" in result.output and "Limits met: 0, missed: 1" in result.output, result.output
+    assert len(json.loads(files["json"].read_text())["records"]) == 3
+    assert files["svg"].read_text().startswith("<svg") and "<svg" in files["html"].read_text()
+
+
+def test_command_selects(tiny_cases):
+    assert run("--list").output.split("\n") == ["causal fwd", "curve 8 fwd", "curve 16 fwd", ""]
+    assert run("--list", "--quick").output.split("\n") == ["causal fwd", ""]
+    assert run("--list", "--only", "curve*", "--quick").output.split("\n") == ["curve 8 fwd", "curve 16 fwd", ""]
+    wrong = run("--only", "zzz")
+    assert wrong.exit_code == 2 and "zzz" in wrong.output
+
+
+def test_command_fails_when_a_case_fails(tiny_cases):
+    tiny_cases(Case("heads", H=3, Hkv=2, L=8, E=4), Case("fine", **TINY))
+    result = run()
+    assert result.exit_code == 1 and "failed: heads fwd: ValueError" in result.output and "fine fwd" in result.output
+
+
+def test_without_matplotlib(tiny_cases, tmp_path, monkeypatch):
+    "Everything but the plot is written, and it is said."
+    real = bm.importlib.import_module
+    def absent(name, *args):
+        if name.startswith("matplotlib"): raise ModuleNotFoundError("No module named 'matplotlib'")
+        return real(name, *args)
+    monkeypatch.setattr(bm.importlib, "import_module", absent)
+    result = run("--json", str(tmp_path / "b.json"), "--svg", str(tmp_path / "b.svg"))
+    assert result.exit_code == 0 and "matplotlib" in result.output and (tmp_path / "b.json").exists() and not (tmp_path / "b.svg").exists()

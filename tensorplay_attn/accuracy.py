@@ -101,9 +101,10 @@ class Verdict:
 def _shares(got: Tensor, want: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:  # error / allowed, inf where the kind of number is wrong
     error = (got - want).abs()
     share = torch.where(error == 0, 0, error / allowed)
-    border = torch.finfo(dtype).max * (1 + unit_roundoff(dtype) / 2)  # from here on numbers round to infinity
+    u = unit_roundoff(dtype)
+    border = torch.finfo(dtype).max * (1 + u / (2 - 2 * u))  # half a spacing past the largest: from here on numbers round to infinity
     overflow = got.isinf() & want.isfinite() & allowed.isfinite() & (got.sign() == want.sign()) & (want.abs() + allowed >= border)
-    share = torch.where(overflow, (border - want.abs()).clamp(min=0) / allowed, share)
+    share = torch.where(overflow, torch.where(want.abs() < border, (border - want.abs()) / allowed, 0), share)
     right = torch.where(want.isfinite(), got.isfinite() | overflow, (got == want) | (got.isnan() & want.isnan()))
     share = torch.where(want.isfinite(), share, 0)
     return torch.where(right & ~share.isnan(), share, math.inf)

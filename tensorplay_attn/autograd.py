@@ -28,9 +28,6 @@ def unpack(q, k, v, mask, bias, sinks, kv_lengths, shifts, seed, scale, softcap,
     return AttentionProblem(q, k, v, scale, mask, bias, sinks, kv_lengths, softcap, (left, right), shift if shifts is None else shifts, dropout_p, seed)
 
 # %% ../nbs/33_autograd.ipynb #7ac2bfb9
-def _in_layout(out):  # (B, H, L, Ev), lying in memory as (B, L, H, Ev)
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
-
 @torch.library.custom_op("tensorplay_attn::forward", mutates_args=(), device_types=None,
     schema=f"(str engine, bool need_max, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 def _forward_op(engine, need_max, *args):
@@ -38,13 +35,13 @@ def _forward_op(engine, need_max, *args):
     engine = choose(problem)[1] if engine == "" else ENGINES[engine]
     out, lse, top = engine.forward(problem, need_max)
     top = top.contiguous() if need_max else lse.new_empty(0)
-    return _in_layout(out), lse.contiguous(), top, torch.tensor(list(ENGINES).index(engine.name))
+    return out.contiguous(), lse.contiguous(), top, torch.tensor(list(ENGINES).index(engine.name))
 
 @_forward_op.register_fake
 def _(engine, need_max, *args):
     problem = unpack(*args)
     (B, H, L, _), Ev = problem.q.shape, problem.v.shape[-1]
-    out, lse = problem.q.new_empty(B, L, H, Ev).transpose(1, 2), problem.q.new_empty(B, H, L, dtype=problem.state_dtype)
+    out, lse = problem.q.new_empty(B, H, L, Ev), problem.q.new_empty(B, H, L, dtype=problem.state_dtype)
     return out, lse, lse.new_empty((B, H, L) if need_max else 0), torch.empty((), dtype=torch.int64)
 
 # %% ../nbs/33_autograd.ipynb #b2d03ee8
@@ -53,13 +50,15 @@ def _(engine, need_max, *args):
 def _backward_op(d_out, d_lse, out, lse, engine, need_dbias, *args):
     problem = unpack(*args)
     grads = list(ENGINES.values())[engine.item()].backward(problem, out, lse, d_out, d_lse, need_dbias)
-    return tuple(problem.q.new_empty(0) if g is None else g.contiguous() for g in grads)
+    lay_out = lambda g: g.transpose(1, 2).contiguous().transpose(1, 2)
+    return *map(lay_out, grads[:3]), *(problem.q.new_empty(0) if g is None else g.contiguous() for g in grads[3:])
 
 @_backward_op.register_fake
 def _(d_out, d_lse, out, lse, engine, need_dbias, *args):
     p = unpack(*args)
-    has = (True, True, True, p.bias is not None and need_dbias, p.sinks is not None)
-    return tuple(x.new_empty(x.shape) if h else p.q.new_empty(0) for h, x in zip(has, (p.q, p.k, p.v, p.bias, p.sinks)))
+    like = lambda x: x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+    empty = lambda x, has: x.new_empty(x.shape) if has else p.q.new_empty(0)
+    return like(p.q), like(p.k), like(p.v), empty(p.bias, p.bias is not None and need_dbias), empty(p.sinks, p.sinks is not None)
 
 def _setup_context(ctx, inputs, output):
     (_, _, *args), (out, lse, top, engine) = inputs, output

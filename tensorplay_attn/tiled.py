@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FULL', 'EDGE', 'CORNER', 'Tile', 'plan', 'additive_tile', 'EdgeTiles', 'walk_forward', 'walk_backward', 'largest',
-           'is_tame', 'fused_plan', 'fused_forward', 'fused_backward', 'join_forward', 'join_backward', 'tiled_forward',
-           'tiled_backward']
+           'is_tame', 'fused_plan', 'fused_dtype', 'fused_forward', 'fused_backward', 'Sum', 'join_forward',
+           'join_backward', 'tiled_forward', 'tiled_backward']
 
 # %% ../nbs/14_tiled.ipynb #20e95a15
 import math
@@ -71,14 +71,13 @@ class EdgeTiles:
         self.problem, self.dtype, self.seen = problem, dtype, {}
         self.structural = problem.mask is None and problem.bias is None
 
-    def __call__(self, rows: slice, cols: slice, kind: str) -> tuple[Tensor | None, Tensor | None]:  # the tile; its rows without any key
-        if kind == CORNER or kind == FULL and self.structural: return None, None
-        (L, S), key = (self.problem.q.shape[2], self.problem.k.shape[2]), (rows.start - cols.start, rows.stop - rows.start, cols.stop - cols.start)
-        if self.structural and rows.stop <= L and cols.stop <= S and key in self.seen: return self.seen[key]
-        tile = additive_tile(self.problem, rows, cols, self.dtype)
-        answer = tile, None if tile is None else tile.amax(-1) == -math.inf
-        if self.structural and rows.stop <= L and cols.stop <= S: self.seen = dict([*self.seen.items()][-3:]) | {key: answer}
-        return answer
+    def __call__(self, rows: slice, cols: slice, kind: str) -> Tensor | None:  # what to add to a tile's scores; None: nothing
+        if kind == CORNER or kind == FULL and self.structural: return None
+        L, S = self.problem.q.shape[2], self.problem.k.shape[2]
+        if not self.structural or rows.stop > L or cols.stop > S: return additive_tile(self.problem, rows, cols, self.dtype)
+        key = rows.start - cols.start, rows.stop - rows.start, cols.stop - cols.start
+        if key not in self.seen: self.seen = dict([*self.seen.items()][-3:]) | {key: additive_tile(self.problem, rows, cols, self.dtype)}
+        return self.seen[key]
 
     def is_empty(self, rows: slice, cols: slice) -> bool:
         "Does the boolean mask hide all of a tile? (An empty tile changes no bit, so it need not be visited.)"
@@ -100,7 +99,7 @@ def walk_forward(
         m, l, acc = empty_state((B, H, rows.stop - rows.start), v.shape[-1], dtype, q.device)
         for cols, kind in pieces:
             if edge.is_empty(rows, cols): continue
-            s, _ = _score_tile(problem, q_tile, k[:, :, cols], edge(rows, cols, kind)[0])
+            s, _ = _score_tile(problem, q_tile, k[:, :, cols], edge(rows, cols, kind))
             m_new = torch.maximum(m, s.amax(-1))
             ref = torch.where(m_new == -math.inf, 0, m_new)
             alpha, p = (m - ref).exp_(), s.sub_(ref[..., None]).exp_()
@@ -139,7 +138,7 @@ def walk_backward(
         q_tile, do_tile = fold(q[:, :, rows], Hkv), fold(do[:, :, rows], Hkv)
         for cols, kind in pieces:
             if edge.is_empty(rows, cols): continue
-            s, slope = _score_tile(problem, q_tile, k[:, :, cols], edge(rows, cols, kind)[0])
+            s, slope = _score_tile(problem, q_tile, k[:, :, cols], edge(rows, cols, kind))
             p = recompute_weights(s, lse[:, :, rows])
             dp = (do_tile @ v[:, :, cols].mT).view(p.shape)
             factor = dropout_factor(problem, rows, cols)
@@ -187,47 +186,67 @@ def fused_plan(problem: AttentionProblem) -> list[Tile]:
     tile = Tile(slice(top, round_up(L)), [(slice(0, left), FULL), corner] if left else [corner])
     return [Tile(slice(0, top), []), tile] if top else [tile]
 
+def fused_dtype(problem: AttentionProblem, tiles: list[Tile]) -> torch.dtype:
+    "What a plan is computed in: the state dtype. bf16 itself where the machine multiplies it fast, and one unmasked piece is all (nothing to merge)."
+    native = problem.q.dtype == torch.bfloat16 and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return torch.bfloat16 if native and [kind for tile in tiles for _, kind in tile.pieces] in ([FULL], [CORNER]) else problem.state_dtype
+
 def fused_forward(
     problem: AttentionProblem,  # tame, without softcap and dropout
-) -> tuple[Tensor, Tensor]:  # out (B, H, L, Ev), lse (B, H, L), in the state dtype
+) -> tuple[Tensor, Tensor]:  # out (B, H, L, Ev), lse (B, H, L)
     "The pieces of the plan, each one call of PyTorch's fused operator, merged."
-    (B, H, _, L, _, E, Ev), dtype = problem.sizes, problem.state_dtype
+    (B, H, _, L, _, E, Ev), tiles = problem.sizes, fused_plan(problem)
+    dtype = fused_dtype(problem, tiles)
     q, k, v = (pad(x, dtype, max(E, Ev)) for x in (problem.q, problem.k, problem.v))
-    edge, tiles = EdgeTiles(problem, dtype), fused_plan(problem)
-    out, lse = (q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf)) if len(tiles) > 1 or not tiles[0].pieces else (None, None)
+    edge, empty = EdgeTiles(problem, dtype), lambda: (torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=problem.state_dtype))
+    whole = None if len(tiles) == 1 else empty()
     for rows, pieces in tiles:
         state = None
         for cols, kind in pieces:
             if edge.is_empty(rows, cols): continue
-            tile, empty_rows = edge(rows, cols, kind)
+            tile = edge(rows, cols, kind)
             o, l = _fused_forward(q[:, :, rows], k[:, :, cols], v[:, :, cols], is_causal=kind == CORNER, attn_mask=tile, scale=problem.scale)
-            if empty_rows is not None: l = l.masked_fill(empty_rows, -math.inf)
+            unsure = l == 0  # the operator's lse for a row without any key is 0
+            if tile is not None and unsure.any(): l = l.masked_fill(unsure & (tile.amax(-1) == -math.inf), -math.inf)
             state = (o, l) if state is None else merge_states(*state, o, l)
-        if out is None and state is not None: out, lse = state
-        elif out is None: out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf)
-        elif state is not None: out[:, :, rows], lse[:, :, rows] = state
+        if state is None: continue
+        if len(tiles) == 1: whole = state
+        else: whole[0][:, :, rows], whole[1][:, :, rows] = state
+    out, lse = whole or empty()
     return out[:, :, :L, :Ev], lse[:, :, :L]
 
 def fused_backward(
     problem: AttentionProblem,
     out: Tensor, lse: Tensor,  # (B, H, L, Ev), (B, H, L)
     d_out: Tensor, d_lse: Tensor | None,
-) -> Gradients:  # in the state dtype, without bias and sinks
+) -> Gradients:  # without bias and sinks
     "Gradients split over the same pieces: each needs only the whole answer's out and lse."
-    (B, H, _, L, S, E, Ev), dtype = problem.sizes, problem.state_dtype
-    width = max(E, Ev) if d_lse is None else max(E, Ev + 1)
+    (B, H, _, L, S, E, Ev), tiles = problem.sizes, fused_plan(problem)
+    dtype, width = (fused_dtype(problem, tiles), max(E, Ev)) if d_lse is None else (problem.state_dtype, max(E, Ev + 1))
     q, k, v, out, do = (pad(x, dtype, width) for x in (problem.q, problem.k, problem.v, out, d_out))
     if d_lse is not None: do[:, :, :L, Ev], out[:, :, :L, Ev] = 1, -d_lse  # do . out becomes do . out - dlse, and do . v stays
-    lse = pad(torch.where(lse == -math.inf, 0, lse)[..., None], dtype)[..., 0]
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    edge = EdgeTiles(problem, dtype)
-    for rows, pieces in fused_plan(problem):
+    lse = pad(torch.where(lse == -math.inf, 0, lse)[..., None], problem.state_dtype)[..., 0]
+    sums, edge = (Sum(q.shape, q), Sum(k.shape, k), Sum(v.shape, v)), EdgeTiles(problem, dtype)
+    for rows, pieces in tiles:
         for cols, kind in pieces:
             if edge.is_empty(rows, cols): continue
             grads = _fused_backward(do[:, :, rows], q[:, :, rows], k[:, :, cols], v[:, :, cols], out[:, :, rows], lse[:, :, rows], 0.0,
-                kind == CORNER, attn_mask=edge(rows, cols, kind)[0], scale=problem.scale)
-            for whole, part, where in zip((dq, dk, dv), grads, (rows, cols, cols)): whole[:, :, where] += part
+                kind == CORNER, attn_mask=edge(rows, cols, kind), scale=problem.scale)
+            for total, part, where in zip(sums, grads, (rows, cols, cols)): total.add(part, where)
+    dq, dk, dv = (x.value() for x in sums)
     return Gradients(dq[:, :, :L, :E], dk[:, :, :S, :E], dv[:, :, :S, :Ev])
+
+class Sum:
+    "A sum of parts along axis 2. The first part that covers everything is the sum, not a copy of it."
+    def __init__(self, shape, like): self.shape, self.like, self.total = shape, like, None
+
+    def add(self, part, where):
+        if self.total is None and part.shape == self.shape: self.total = part
+        else: self.value()[:, :, where] += part
+
+    def value(self):
+        if self.total is None: self.total = self.like.new_zeros(self.shape)
+        return self.total
 
 # %% ../nbs/14_tiled.ipynb #f9218088
 def join_forward(
@@ -236,6 +255,7 @@ def join_forward(
     forward: Callable,  # problem -> out, lse, max_scores or None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     "Answer a problem part by part: every query belongs to one part."
+    if len(parts) == 1 and (only := restrict(problem, **parts[0])).sizes == problem.sizes: return forward(only)
     B, H, _, L, _, _, Ev = problem.sizes
     out = problem.q.new_zeros(B, H, L, Ev, dtype=problem.state_dtype)
     lse = out.new_full((B, H, L), -math.inf)
@@ -259,6 +279,7 @@ def join_backward(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
 ) -> Gradients:  # in the state dtype
     "Gradients part by part, summed where parts share a tensor."
+    if len(parts) == 1 and (only := restrict(problem, **parts[0])).sizes == problem.sizes: return backward(only, out, lse, d_out, d_lse)
     zeros = lambda x: None if x is None else torch.zeros(x.shape, dtype=problem.state_dtype, device=x.device)
     total = Gradients(*(zeros(x) for x in (problem.q, problem.k, problem.v, problem.bias, problem.sinks)))
     for part in parts:

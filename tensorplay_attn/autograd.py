@@ -25,7 +25,8 @@ def pack(problem: AttentionProblem) -> tuple:  # the operators' arguments
 
 def unpack(q, k, v, mask, bias, sinks, kv_lengths, shifts, seed, scale, softcap, dropout_p, left, right, shift) -> AttentionProblem:
     "The problem again."
-    return AttentionProblem(q, k, v, scale, mask, bias, sinks, kv_lengths, softcap, (left, right), shift if shifts is None else shifts, dropout_p, seed)
+    window, shift = (left, right), shift if shifts is None else shifts
+    return AttentionProblem(q, k, v, scale, mask, bias, sinks, kv_lengths, softcap, window, shift, dropout_p, seed)
 
 # %% ../nbs/33_autograd.ipynb #7ac2bfb9
 @torch.library.custom_op("tensorplay_attn::forward", mutates_args=(), device_types=None,
@@ -46,7 +47,8 @@ def _(engine, need_max, *args):
 
 # %% ../nbs/33_autograd.ipynb #b2d03ee8
 @torch.library.custom_op("tensorplay_attn::backward", mutates_args=(), device_types=None,
-    schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, Tensor engine, bool need_dbias, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+    schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, Tensor engine, bool need_dbias, {_SCHEMA})"
+           " -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _backward_op(d_out, d_lse, out, lse, engine, need_dbias, *args):
     problem = unpack(*args)
     grads = list(ENGINES.values())[engine.item()].backward(problem, out, lse, d_out, d_lse, need_dbias)

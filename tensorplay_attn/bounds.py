@@ -91,7 +91,8 @@ def weigh(
     "Everything the bounds need to know of a problem."
     mc, problem = machine(problem, f, exp_error), _clean(problem)
     q, k, v = problem.q, *(t.repeat_interleave(problem.G, 1) for t in (problem.k, problem.v))
-    s, factor, sinks, one = dense_scores(problem), dropout_factor(problem, *everything(problem)), problem.sinks, torch.ones((), dtype=torch.float64, device=q.device)
+    s, factor, sinks = dense_scores(problem), dropout_factor(problem, *everything(problem)), problem.sinks
+    one = torch.ones((), dtype=torch.float64, device=q.device)
     p, lse, top = row_weights(s, sinks)
     m = top if sinks is None else torch.maximum(top, sinks[:, None])
     lse, m, top = (torch.where(t.isfinite(), t, 0)[..., None] for t in (lse, m, top))
@@ -213,7 +214,8 @@ def allowed_forward(
     lse = (bound(f, sum(lse_error(t, e))) + big.extra / big.low).nan_to_num(math.inf, math.inf)
     lse = torch.minimum(lse, big.lse + bound(f, lse_error(t, torch.zeros_like(e))[0])) + t.mc.fast_exp
     live = t.n > 0
-    return Allowed(rounded(out, error, dtype, live), rounded(t.lse, lse, state, live | (t.p_sink > 0))[..., 0], rounded(t.top, _max_error(t), state, live)[..., 0])
+    lse, top = rounded(t.lse, lse, state, live | (t.p_sink > 0)), rounded(t.top, _max_error(t), state, live)
+    return Allowed(rounded(out, error, dtype, live), lse[..., 0], top[..., 0])
 
 def _max_error(t):  # the largest of scores that are each off by x, and its conversion to another base
     x = t.units(t.score + sum(t.size(c) for c in t.shared))
@@ -383,4 +385,5 @@ def judge_backward(
     wide, allowed = problem.to(torch.float64), allowed_backward(problem, d_out, d_lse, **knobs)
     want = dense_backward(wide, *dense_forward(wide)[:2], d_out.double(), None if d_lse is None else d_lse.double())
     tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks)
-    return {name: judge(g, w, a, x.dtype) for name, g, w, a, x in zip(Gradients._fields, gradients, want, allowed, tensors) if x is not None and g is not None}
+    rows = zip(Gradients._fields, gradients, want, allowed, tensors)
+    return {name: judge(g, w, a, x.dtype) for name, g, w, a, x in rows if x is not None and g is not None}

@@ -7,7 +7,6 @@ __all__ = ['ENGINES', 'MATH', 'TILED', 'Engine', 'register_engine', 'tiled_reaso
 
 # %% ../nbs/30_engines.ipynb #93117c57
 from typing import Callable, NamedTuple
-import torch
 from torch import Tensor
 from .problem import AttentionProblem
 from .reference import dense_forward

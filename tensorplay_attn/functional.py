@@ -73,7 +73,7 @@ def scaled_dot_product_attention(
 ) -> Tensor | tuple[Tensor, AuxOutput]:  # (..., H, L, Ev) in query's dtype; with return_aux, also an AuxOutput
     """Attention by the rule of page 00, differentiable in query, key, value, a floating attn_mask, sinks, and through lse.
 
-    Raises TypeError for wrong types, ValueError for sizes, ranges and combinations, RuntimeError when sdpa_kernel permits no backend that can run the call.
+    Raises TypeError for wrong types, ValueError for sizes, ranges and combinations, RuntimeError when no permitted backend can run the call.
     """
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(f"return_aux must be an AuxRequest, not {type(return_aux).__name__}")

@@ -10,8 +10,8 @@ import math
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .problem import AttentionProblem, everything, make_problem
-from .reference import dense_forward, dropout_factor, fold, mask_scores, product, raw_scores, weighted_sum
+from .problem import AttentionProblem, everything
+from .reference import dropout_factor, fold, mask_scores, product, raw_scores, weighted_sum
 
 # %% ../nbs/13_gradients.ipynb #b3a8009f
 class Gradients(NamedTuple):
@@ -34,11 +34,11 @@ def row_delta(
 def sink_gradient(
     sinks: Tensor,  # (H,)
     lse: Tensor, delta: Tensor,  # (B, H, L)
-) -> Tensor:  # (H,)
+) -> Tensor:  # (H,) in the state dtype
     "-sum p_sink delta. A sink of -inf takes no weight, one of +inf takes all of it."
     sink = sinks.to(lse.dtype)[:, None]
     p_sink = torch.where(sink.abs() == math.inf, (sink > 0).to(lse.dtype), (sink - lse).exp())
-    return -(p_sink * delta).sum((0, 2)).to(sinks.dtype)
+    return -(p_sink * delta).sum((0, 2))
 
 def recompute_weights(
     s: Tensor,  # (..., m, n) scores, -inf where not visible
@@ -56,7 +56,7 @@ def dense_backward(
     d_lse: Tensor | None = None,  # (B, H, L); None: nobody used lse
 ) -> Gradients:
     "Every gradient, with the whole score matrix in memory."
-    (B, H, Hkv, L, S, E, Ev), dtype, where = problem.sizes, problem.state_dtype, everything(problem)
+    (B, H, Hkv, L, S, E, _), dtype, where = problem.sizes, problem.state_dtype, everything(problem)
     q, k, v, do, delta = problem.q.to(dtype), problem.k.to(dtype), problem.v.to(dtype), d_out.to(dtype), row_delta(out, d_out, d_lse, dtype)
     x = raw_scores(problem)
     s = mask_scores(problem, x, *where)
@@ -71,4 +71,4 @@ def dense_backward(
     dv = weighted_sum(w.mT, fold(do, Hkv), seen.mT)
     return Gradients(dq.to(problem.q.dtype), dk.to(problem.k.dtype), dv.to(problem.v.dtype),
         None if problem.bias is None else ds.sum_to_size(problem.bias.shape).to(problem.bias.dtype),
-        None if problem.sinks is None else sink_gradient(problem.sinks, lse, delta))
+        None if problem.sinks is None else sink_gradient(problem.sinks, lse, delta).to(problem.sinks.dtype))

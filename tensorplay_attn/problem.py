@@ -133,7 +133,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         if not isinstance(t, Tensor): raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")
         if t.layout != torch.strided: raise TypeError(f"{name} must be a dense strided tensor: {name}.layout={t.layout}")
         if t.dtype not in STATE_DTYPE: raise TypeError(f"{name}.dtype={t.dtype} is not supported: use float64, float32, float16 or bfloat16")
-    if not query.dtype == key.dtype == value.dtype: raise ValueError(f"query, key and value differ in dtype: {query.dtype=}, {key.dtype=}, {value.dtype=}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value differ in dtype: {query.dtype=}, {key.dtype=}, {value.dtype=}")
     if not query.device == key.device == value.device:
         raise ValueError(f"query, key and value are on different devices: {query.device=}, {key.device=}, {value.device=}")
     for name, t in named.items():
@@ -203,7 +204,7 @@ def make_problem(
 ) -> AttentionProblem:
     "Check a call's arguments against the contract and pose the problem."
     check_tensors(query, key, value)
-    (B, H, L, E), (_, Hkv, S, _), device = query.shape, key.shape, query.device
+    (B, H, L, E), S, device = query.shape, key.shape[2], query.device
     check_number("is_causal", is_causal, bool)
     if scale is not None: check_number("scale", scale)
     for name, x in (("softcap", softcap), ("dropout_p", dropout_p)): check_number(name, x)

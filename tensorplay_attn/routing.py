@@ -103,7 +103,8 @@ def pose(params: SDPAParams) -> AttentionProblem:
 def check_gqa(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
     "Fewer key heads than query heads must be asked for."
     if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError(f"query and key differ in head count, which needs enable_gqa=True: query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}")
+        shapes = f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
+        raise ValueError(f"query and key differ in head count, which needs enable_gqa=True: {enable_gqa=}, {shapes}")
 
 # %% ../nbs/32_routing.ipynb #7dd78760
 def reasons_by_backend(problem: AttentionProblem) -> dict[SDPBackend, list[str]]:

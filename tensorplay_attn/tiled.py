@@ -18,7 +18,7 @@ from .softmax import add_sink, empty_state, finish, merge_states
 from .reference import dense_forward, dropout_factor, fold, pad, round_up
 from .gradients import Gradients, dense_backward, recompute_weights, row_delta, sink_gradient
 
-# %% ../nbs/14_tiled.ipynb #3d5c0170
+# %% ../nbs/14_tiled.ipynb #625135fc
 FULL, EDGE, CORNER = "full", "edge", "corner"
 
 class Tile(NamedTuple):
@@ -43,11 +43,12 @@ def plan(
         (start, full_stop), (full_start, stop) = visible_range(first, window, S), visible_range(last, window, S)
         start, stop, full_start, full_stop = floor(start), -floor(-stop), -floor(-full_start), floor(full_stop)
         if full_stop - full_start < min_full: full_start = full_stop = max(start, stop)
-        pieces = _runs(start, min(full_start, stop), block_n, EDGE) + _runs(full_start, full_stop, block_n, FULL) + _runs(max(full_stop, start), stop, block_n, EDGE)
+        pieces = _runs(start, min(full_start, stop), block_n, EDGE)
+        pieces += _runs(full_start, full_stop, block_n, FULL) + _runs(max(full_stop, start), stop, block_n, EDGE)
         tiles.append(Tile(slice(i, min(i + block_m, round_up(L))), pieces))
     return tiles
 
-# %% ../nbs/14_tiled.ipynb #625135fc
+# %% ../nbs/14_tiled.ipynb #59343289
 def additive_tile(
     problem: AttentionProblem,
     rows: slice, cols: slice,  # may pass L and S
@@ -61,7 +62,8 @@ def additive_tile(
     whole = (inside[0].stop == rows.stop or bias is None or bias.shape[2] == 1) and inside[1].stop == cols.stop
     if whole: return bias
     m, n = (1 if bias is None else bias.shape[2]), inside[1].stop - cols.start
-    padded = problem.q.new_full((*(bias.shape[:2] if bias is not None else (1, 1)), 1 if m == 1 else rows.stop - rows.start, cols.stop - cols.start), -math.inf, dtype=dtype)
+    size = *((1, 1) if bias is None else bias.shape[:2]), 1 if m == 1 else rows.stop - rows.start, cols.stop - cols.start
+    padded = problem.q.new_full(size, -math.inf, dtype=dtype)
     padded[:, :, :m, :n] = 0 if bias is None else bias
     return padded
 
@@ -84,15 +86,15 @@ class EdgeTiles:
         mask = self.problem.mask
         return mask is not None and not cut(mask, rows, cols).any()
 
-# %% ../nbs/14_tiled.ipynb #b2d78f98
+# %% ../nbs/14_tiled.ipynb #d4dd8565
 def walk_forward(
     problem: AttentionProblem,
     block_m: int = 128, block_n: int = 256,  # rows of queries and of keys in a tile
 ) -> tuple[Tensor, Tensor, Tensor]:  # out (B, H, L, Ev), lse and max_scores (B, H, L), in the state dtype
     "Flash attention: the online softmax over the tiles of the plan."
-    (B, H, Hkv, L, S, E, Ev), dtype = problem.sizes, problem.state_dtype
-    q, k, v = pad(problem.q * problem.scale if problem.q.dtype == dtype else problem.q.to(dtype) * problem.scale, dtype), pad(problem.k, dtype), pad(problem.v, dtype)
-    out, lse, top = q.new_empty(B, H, round_up(L), v.shape[-1]), q.new_empty(B, H, round_up(L)), q.new_empty(B, H, round_up(L))
+    (B, H, Hkv, L, S, _, Ev), dtype = problem.sizes, problem.state_dtype
+    q, k, v = pad(problem.q.to(dtype) * problem.scale, dtype), pad(problem.k, dtype), pad(problem.v, dtype)
+    out, lse, top = q.new_empty(B, H, round_up(L), v.shape[-1]), *q.new_empty(2, B, H, round_up(L))
     edge = EdgeTiles(problem, dtype)
     for rows, pieces in plan(L, S, problem.window, problem.shift, block_m, block_n):
         q_tile = fold(q[:, :, rows], Hkv)  # (B, Hkv, G*m, E)
@@ -157,7 +159,7 @@ def _add_bias_gradient(dbias, ds, rows, cols, L, S):  # sum a tile of ds over th
     target = cut(dbias, slice(rows.start, min(rows.stop, L)), slice(cols.start, min(cols.stop, S)))
     target += ds[:, :, :L - rows.start, :S - cols.start].sum_to_size(target.shape)
 
-# %% ../nbs/14_tiled.ipynb #2452b908
+# %% ../nbs/14_tiled.ipynb #e4d2d40e
 _fused_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -170,9 +172,10 @@ def largest(x: Tensor | None) -> float:  # NaN if there is one
 def is_tame(problem: AttentionProblem, d_out: Tensor | None = None, d_lse: Tensor | None = None) -> bool:
     "No NaN, no infinity, and no product that could become one: then a masked weight may meet any value."
     E, Ev, limit = problem.q.shape[-1], problem.v.shape[-1], torch.finfo(problem.state_dtype).max / 16
-    q, k, v, do = largest(problem.q), largest(problem.k), largest(problem.v), max(largest(d_out), largest(d_lse))
+    q, k, v, do, dl = (largest(x) for x in (problem.q, problem.k, problem.v, d_out, d_lse))
     bias = 0.0 if problem.bias is None or problem.bias.numel() == 0 else problem.bias.amax().item()  # -inf is a mask
-    return q * k * max(abs(problem.scale), 1) * max(E, 1) < limit and max(v, 1) * max(do, 1) * max(Ev, 1) < limit and bias < math.inf
+    if not all(math.isfinite(x) for x in (q, k, v, do, dl, bias)): return False
+    return q * k * max(abs(problem.scale), 1) * max(E, 1) < limit and max(v, 1) * max(do, 1) * max(Ev, 1) < limit and dl < limit
 
 def fused_plan(problem: AttentionProblem) -> list[Tile]:
     "The plan for a fast operator: as few and as large pieces as possible."
@@ -180,14 +183,15 @@ def fused_plan(problem: AttentionProblem) -> list[Tile]:
     if problem.bias is not None or problem.mask is not None: return plan(L, S, window, shift, 256, 2048, 2048)
     if window == (-1, -1): return plan(L, S, window, shift, round_up(L), round_up(S))
     top, left = max(0, -shift), max(0, shift)  # the first query that sees a key; the first key that not every query sees
-    is_corner = window == (-1, 0) and shift % 16 == 0 and problem.scale > 0 and top < L and left < S and (S % 16 == 0 or L - top <= S - left)
-    if not is_corner: return plan(L, S, window, shift, 256, round_up(S), 1024)
+    fits = top < L and left < S and (S % 16 == 0 or L - top <= S - left)  # padded keys stay behind the diagonal
+    if not (window == (-1, 0) and shift % 16 == 0 and problem.scale > 0 and fits): return plan(L, S, window, shift, 256, round_up(S), 1024)
     corner = slice(left, min(round_up(S), left + round_up(L - top))), CORNER
     tile = Tile(slice(top, round_up(L)), [(slice(0, left), FULL), corner] if left else [corner])
     return [Tile(slice(0, top), []), tile] if top else [tile]
 
+# %% ../nbs/14_tiled.ipynb #8bf082a7
 def fused_dtype(problem: AttentionProblem, tiles: list[Tile]) -> torch.dtype:
-    "What a plan is computed in: the state dtype. bf16 itself where the machine multiplies it fast, and one unmasked piece is all (nothing to merge)."
+    "What a plan is computed in: the state dtype. bf16 itself where the machine multiplies it fast and one unmasked piece is all."
     native = problem.q.dtype == torch.bfloat16 and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
     return torch.bfloat16 if native and [kind for tile in tiles for _, kind in tile.pieces] in ([FULL], [CORNER]) else problem.state_dtype
 
@@ -195,7 +199,7 @@ def fused_forward(
     problem: AttentionProblem,  # tame, without softcap and dropout
 ) -> tuple[Tensor, Tensor]:  # out (B, H, L, Ev), lse (B, H, L)
     "The pieces of the plan, each one call of PyTorch's fused operator, merged."
-    (B, H, _, L, _, E, Ev), tiles = problem.sizes, fused_plan(problem)
+    (_, _, _, L, _, E, Ev), tiles = problem.sizes, fused_plan(problem)
     dtype = fused_dtype(problem, tiles)
     q, k, v = (pad(x, dtype, max(E, Ev)) for x in (problem.q, problem.k, problem.v))
     edge, empty = EdgeTiles(problem, dtype), lambda: (torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=problem.state_dtype))
@@ -215,13 +219,14 @@ def fused_forward(
     out, lse = whole or empty()
     return out[:, :, :L, :Ev], lse[:, :, :L]
 
+# %% ../nbs/14_tiled.ipynb #8d6bd7f1
 def fused_backward(
     problem: AttentionProblem,
     out: Tensor, lse: Tensor,  # (B, H, L, Ev), (B, H, L)
     d_out: Tensor, d_lse: Tensor | None,
 ) -> Gradients:  # without bias and sinks
     "Gradients split over the same pieces: each needs only the whole answer's out and lse."
-    (B, H, _, L, S, E, Ev), tiles = problem.sizes, fused_plan(problem)
+    (_, _, _, L, S, E, Ev), tiles = problem.sizes, fused_plan(problem)
     dtype, width = (fused_dtype(problem, tiles), max(E, Ev)) if d_lse is None else (problem.state_dtype, max(E, Ev + 1))
     q, k, v, out, do = (pad(x, dtype, width) for x in (problem.q, problem.k, problem.v, out, d_out))
     if d_lse is not None: do[:, :, :L, Ev], out[:, :, :L, Ev] = 1, -d_lse  # do . out becomes do . out - dlse, and do . v stays
@@ -259,11 +264,14 @@ def join_forward(
     B, H, _, L, _, _, Ev = problem.sizes
     out = problem.q.new_zeros(B, H, L, Ev, dtype=problem.state_dtype)
     lse = out.new_full((B, H, L), -math.inf)
-    top = lse.clone()
+    tops = []
     for part in parts:
         where, _ = _where(problem, part)
-        out[where], lse[where], t = forward(restrict(problem, **part))
-        if t is not None: top[where] = t
+        out[where], lse[where], top = forward(restrict(problem, **part))
+        if top is not None: tops.append((where, top))
+    if len(tops) < len(parts): return out, lse, None
+    top = torch.full_like(lse, -math.inf)
+    for where, part_top in tops: top[where] = part_top
     return out, lse, top
 
 def _where(problem, part):  # what a part takes of tensors like q, and of tensors like k
@@ -309,12 +317,17 @@ def _row_parts(problem, size=128):  # one head group and `size` queries at a tim
     _, _, Hkv, L, _, _, _ = problem.sizes
     return [dict(kv_heads=slice(h, h + 1), rows=slice(i, min(i + size, L))) for h in range(Hkv) for i in range(0, L, size)]
 
-def _head_parts(problem, size=2**19):  # batch entries and head groups whose score tiles, together, fit a cache
+def _head_parts(problem, size=2**19, block_m=128, block_n=256):  # batch entries and head groups whose score tiles together have that size
     B, H, Hkv, L, S, _, _ = problem.sizes
-    group = problem.G * min(round_up(L), 128) * min(round_up(S), 256)  # scores of one key head's tile
+    group = problem.G * min(round_up(L), block_m) * min(round_up(S), block_n)  # scores of one key head's tile
     heads = max(1, min(Hkv, size // group))
     batch = max(1, size // (group * Hkv)) if heads == Hkv else 1
-    return [dict(batch=slice(b, min(b + batch, B)), kv_heads=slice(h, min(h + heads, Hkv))) for b in range(0, B, batch) for h in range(0, Hkv, heads)]
+    return [dict(batch=slice(b, min(b + batch, B)), kv_heads=slice(h, min(h + heads, Hkv)))
+            for b in range(0, B, batch) for h in range(0, Hkv, heads)]
+
+def _fused_parts(problem):  # a mask by batch entry or head is made into tiles of numbers: a few heads at a time
+    tensors = [t for t in (problem.mask, problem.bias) if t is not None and t.shape[:2] != (1, 1)]
+    return _head_parts(problem, 2**22, 256, 2048) if tensors else [{}]
 
 def tiled_forward(
     problem: AttentionProblem,
@@ -325,7 +338,7 @@ def tiled_forward(
     return out.to(problem.q.dtype), lse, top
 
 def _forward(problem, need_max):
-    B, H, _, L, _, _, Ev = problem.sizes
+    B, H, _, L, _, _, _ = problem.sizes
     sinks = None if problem.sinks is None else problem.sinks.to(problem.state_dtype)[:, None]
     if 0 in (B, H, L): return join_forward(problem, [], None)
     if problem.kv_lengths is not None or isinstance(problem.shift, Tensor):
@@ -333,7 +346,8 @@ def _forward(problem, need_max):
     if not is_tame(problem):
         if B > 1: return join_forward(problem, _sequences(problem), lambda part: _forward(part, need_max))
         return join_forward(problem.to(problem.state_dtype), _row_parts(problem), dense_forward)
-    if problem.softcap == 0 and problem.dropout_p == 0 and not need_max: out, lse, top = *fused_forward(problem), None
+    if problem.softcap == 0 and problem.dropout_p == 0 and not need_max:
+        out, lse, top = *join_forward(problem, _fused_parts(problem), lambda part: (*fused_forward(part), None))[:2], None
     else: out, lse, top = join_forward(problem, _head_parts(problem), walk_forward)
     return (out, lse, top) if sinks is None else (*add_sink(out, lse, sinks), top)
 
@@ -360,7 +374,7 @@ def _backward(problem, out, lse, d_out, d_lse, need_dbias):
     delta = row_delta(out, d_out, d_lse, dtype)
     if 0 in (B, H, L, S): grads = join_backward(problem, [], None, out, lse, d_out, d_lse)
     elif problem.softcap == 0 and problem.dropout_p == 0 and not (need_dbias and problem.bias is not None):
-        grads = fused_backward(problem, out, lse, d_out, d_lse)
+        grads = join_backward(replace(problem, sinks=None), _fused_parts(problem), fused_backward, out, lse, d_out, d_lse)
     else:
         walk = lambda part, o, l, do, delta: walk_backward(part, l, delta, do, need_dbias)
         grads = join_backward(replace(problem, sinks=None), _head_parts(problem), walk, out, lse, d_out, delta)

@@ -412,7 +412,8 @@ MEMORY_COLUMNS = ("memory beyond inputs, outputs, gradients", "ours MiB", "peer 
 
 def memory_rows(records: list[dict]) -> list[tuple[str, ...]]:
     "The memory cases as text, one tuple of MEMORY_COLUMNS each."
-    return [(r["id"].removeprefix("memory "), _mib(r, "ours"), _mib(r, "torch"), f"≤ {limit}" if (limit := r["case"]["limit"]) else "", r["verdict"])
+    limit = lambda r: f"≤ {r['case']['limit']}" if r["case"]["limit"] else ""
+    return [(r["id"].removeprefix("memory "), _mib(r, "ours"), _mib(r, "torch"), limit(r), r["verdict"])
             for r in records if r["case"]["group"] == "memory"]
 
 OTHER_COLUMNS = ("other peers", "peer", "peer ms", "ours/peer", "why not")

@@ -155,7 +155,7 @@ def check_number(name: str, x, kind=float) -> None:
         return
     if isinstance(x, (bool, Tensor)) or not isinstance(x, (int, torch.SymInt) if kind is int else (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be {'an int' if kind is int else 'a float'}, not {type(x).__name__}")
-    if isinstance(x, float) and not math.isfinite(x): raise ValueError(f"{name} must be finite: {name}={x}")
+    if not -math.inf < x < math.inf: raise ValueError(f"{name} must be finite: {name}={x}")
 
 def check_window(window_size) -> tuple[int, int]:
     "A pair of ints, each -1 or more."

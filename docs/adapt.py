@@ -2,6 +2,7 @@
 
 Exported cells stay on the page with their source; their signatures and parameters are gathered in the API reference."""
 import enum
+import functools
 import inspect
 import os
 import re
@@ -10,7 +11,9 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from typing import get_origin
 
+import click
 from execnb.nbio import mk_cell, write_nb
 from fastcore.docments import docments
 from nbdev import processors
@@ -51,6 +54,12 @@ def link(
     fences = re.split(r"(^```.*?^```\s*?$|^#.*?$)", text, flags=re.M | re.S)
     return "".join(t if i % 2 else re.sub(r"(?<![\[`])`([\w.]+)`(?![\]`])", one, t) for i, t in enumerate(fences))
 
+def labels(
+    module: str,  # its full name
+) -> dict:  # public name -> label of its entry; labels know no capitals, so a class says that it is one
+    mod = import_module(module)
+    return {n: f"{module}.{n}" + "-class" * isinstance(getattr(mod, n), type) for n in mod.__all__}
+
 def cell_text(text): return re.sub(r"([|*<$])", r"\\\1", " ".join(str(text or "").split()))
 
 def type_name(anno):
@@ -71,8 +80,10 @@ def described(obj):
     obj = getattr(obj, "fn", obj)  # a Triton function wraps the Python one
     doc = re.sub(r"(?<=\w)\*(?=\w)", r"\\*", inspect.cleandoc(obj.__doc__ or ""))
     if isinstance(obj, property): return doc
-    if not callable(obj) or not hasattr(obj, "__name__"): return f"```python\n{obj!r}\n```"
+    if isinstance(obj, click.Command): return f"```text\n{obj.get_help(click.Context(obj, info_name=obj.name))}\n```"
+    if not callable(obj) or not hasattr(obj, "__name__") or get_origin(obj): return f"```python\n{obj!r}\n```"
     if isinstance(obj, enum.EnumType): return "\n\n".join([doc, ", ".join(f"`{m.name} = {m.value}`" for m in obj)])
+    if isinstance(obj, type) and issubclass(obj, BaseException): return f"```python\nclass {obj.__name__}({obj.__base__.__name__})\n```\n\n{doc}"
     signature = inspect.signature(obj)
     names = ", ".join(str(p.replace(annotation=EMPTY)) for p in signature.parameters.values())
     call = re.sub(r"<(?:function |class |built-in function )?'?([\w.]+).*?>", r"\1", f"{obj.__name__}({names})")
@@ -82,11 +93,11 @@ def reference(
     module: str,  # its full name
     source: str,  # the notebook that it is exported from
 ) -> str:  # Markdown: the page of one module
-    mod = import_module(module)
+    mod, label = import_module(module), labels(module)
     parts = [f"# {module.partition('.')[2]}", mod.__doc__ or "", f"Derived and checked in [](../{source}.ipynb)."]
     for name in mod.__all__:
         obj = getattr(mod, name)
-        parts += [f"({module}.{name})=\n## {name}", described(obj)]
+        parts += [f"({label[name]})=\n## {name}", described(obj)]
         for n in vars(obj) if isinstance(obj, type) and not isinstance(obj, enum.EnumType) else ():
             f = getattr(obj, n)
             if n[0] != "_" and (inspect.isroutine(f) or isinstance(f, property)) and f.__doc__: parts += [f"### {name}.{n}", described(f)]
@@ -105,19 +116,21 @@ def toctree(caption, names): return "\n".join(["```{toctree}", ":hidden:", f":ca
 def lay_out(out: Path):
     "Write the sources that Sphinx reads."
     modules, names = exported(), sorted(p.stem for p in (ROOT / "nbs").glob("[0-9]*.ipynb"))
-    links = {n: f"{m}.{n}" for m in modules for n in import_module(m).__all__}
+    links = functools.reduce(lambda a, m: labels(m) | a, modules, {})  # a name that two modules have is the lower one's,
+    own = {s: links | labels(m) for m, s in modules.items()}  # but for the page of the other
     trees = [toctree(room, here) for digit, room in ROOMS.items() if (here := [n for n in names if n[0] == digit])]
     trees += [toctree("API", [f"api/{m.partition('.')[2]}" for m in modules]), toctree("Project", ["contributing", "changelog"])]
     for name in [*names, "index"]:
         nb = NBProcessor(ROOT / f"nbs/{name}.ipynb", procs=Pages().procs(), process=True).nb
         for cell in nb.cells:
-            if cell.cell_type == "markdown": cell.source = link(cell.source, links)
+            if cell.cell_type == "markdown": cell.source = link(cell.source, own.get(name, links))
         if name == "index": nb.cells.append(mk_cell("\n\n".join(trees), "markdown"))
         nb.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
         write_nb(nb, out / f"{name}.ipynb")
     texts = {name.lower(): (ROOT / f"{name}.md").read_text(encoding="utf-8") for name in ("CONTRIBUTING", "CHANGELOG")}
-    for name, text in (texts | {f"api/{m.partition('.')[2]}": reference(m, s) for m, s in modules.items()}).items():
-        (out / f"{name}.md").write_text(link(text, links), encoding="utf-8")
+    texts = {name: link(text, links) for name, text in texts.items()}
+    texts |= {f"api/{m.partition('.')[2]}": link(reference(m, s), own[s]) for m, s in modules.items()}
+    for name, text in texts.items(): (out / f"{name}.md").write_text(text, encoding="utf-8")
 
 def build(
     target: Path,  # folder of the built site; what was there is replaced

@@ -1,9 +1,12 @@
 "Sphinx's settings; docs/adapt.py lays out the sources. Nothing here reaches for the network, nor do the pages."
 import functools
+from importlib.resources import files
+from logging import getLogger
 from pathlib import Path
 
 from docutils import nodes
-from py_mini_racer import JSEvalException, MiniRacer
+from fontTools import subset
+from math_core import LatexError, LatexToMathML
 from sphinx.util import logging
 
 import tensorplay_attn
@@ -20,30 +23,38 @@ nb_merge_streams = True
 
 html_theme = "furo"
 html_title = f"{project} {version}"
-html_static_path = ["katex", "static"]
-html_css_files = ["katex.min.css", "pages.css"]
-exclude_patterns = ["katex.min.js"]  # runs here, not at the reader's
-html_math_renderer = "katex"
+html_static_path = ["static"]
+html_css_files = ["pages.css"]
+html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sphinx = False
 copybutton_exclude = ".linenos, .gp, .go"
 
-@functools.cache
-def katex():
-    "A JavaScript engine with KaTeX in it."
-    engine = MiniRacer()
-    engine.eval((Path(__file__).parent / "katex/katex.min.js").read_text(encoding="utf-8"))
-    return engine
+CONVERTER = LatexToMathML(fancy_error=False)
+written = set()  # the characters of all formulas, which the font must have
 
 def visit(self, node, display):
-    "Write a formula as static HTML; one that KaTeX cannot read is a warning, hence an error, at its place."
-    try: html = katex().call("katex.renderToString", node.astext(), {"displayMode": display, "throwOnError": True})
-    except JSEvalException as e:
-        logging.getLogger(__name__).warning("formula: %s", str(e).splitlines()[0], location=node)
-        html = ""
+    "Write a formula as MathML; one that cannot be read is a warning, hence an error, at its place."
+    try: mathml = CONVERTER.convert_with_local_state(node.astext(), displaystyle=display)
+    except LatexError as e:
+        logging.getLogger(__name__).warning("formula: %s: %s", e, node.astext(), location=node)
+        mathml = ""
+    written.update(mathml)
     tag = "div" if display else "span"
-    self.body.append(f'{self.starttag(node, tag, "", CLASS="math")}{html}</{tag}>')
+    self.body.append(f'{self.starttag(node, tag, "", CLASS="math")}{mathml}</{tag}>')
     raise nodes.SkipNode
 
+def write_font(app, exception):
+    "STIX Two Math as ziamath carries it, cut down to what the pages use: formulas look the same on a machine without a font for them."
+    if exception: return
+    options = subset.Options(layout_features=["*"], notdef_outline=True, flavor="woff")
+    with files("ziamath.fonts").joinpath("STIXTwoMath-Regular.ttf").open("rb") as f, subset.load_font(f, options) as font:
+        cut = subset.Subsetter(options)
+        cut.populate(text="".join(written))
+        cut.subset(font)
+        subset.save_font(font, Path(app.outdir) / "_static/math.woff", options)
+
 def setup(app):
-    app.add_html_math_renderer("katex", (functools.partial(visit, display=False), None), (functools.partial(visit, display=True), None))
+    getLogger("fontTools").setLevel("WARNING")  # it tells every step
+    app.add_html_math_renderer("mathml", (functools.partial(visit, display=False), None), (functools.partial(visit, display=True), None))
+    app.connect("build-finished", write_font)

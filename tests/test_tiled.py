@@ -11,7 +11,7 @@ from tensorplay_attn.engines import ENGINES
 from tensorplay_attn.gradients import dense_backward
 from tensorplay_attn.problem import everything, make_problem, restrict, visible
 from tensorplay_attn.reference import dense_forward, loops_forward
-from tensorplay_attn.tiled import CORNER, FULL, fused_plan, is_tame, plan, tiled_backward, tiled_forward, walk_backward, walk_forward
+from tensorplay_attn.tiled import CORNER, FULL, fused_plan, plan, tiled_backward, tiled_forward, walk_backward, walk_forward
 
 
 def same(a, b): return (a is None and b is None) or a.equal(b) or a.nan_to_num(7).equal(b.nan_to_num(7)) and a.isnan().equal(b.isnan())
@@ -105,15 +105,15 @@ def test_plans_cover_what_is_visible_and_fill_only_what_is_full(L, S, window):
             assert visits.max() <= 1 and not (seen & (visits == 0)).any() and not (full & ~seen).any()
 
 
-def test_nan_and_infinity_go_where_they_are_seen():
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_nan_and_infinity_go_where_they_are_seen(softcap):
     torch.manual_seed(0)
     base = [torch.randn(2, 2, 40, 16) for _ in range(3)]
     for which in range(3):
         for value in (math.nan, math.inf, -math.inf):
             tensors = [x.clone() for x in base]
             tensors[which][1, 0, 20, 3] = value
-            problem = make_problem(*tensors, is_causal=True, window_size=(7, 0), sinks=torch.zeros(2))
-            assert not is_tame(problem)
+            problem = make_problem(*tensors, is_causal=True, window_size=(7, 0), sinks=torch.zeros(2), softcap=softcap)
             d_out = torch.randn(2, 2, 40, 16)
             (out, lse, _), (want, want_lse, _) = tiled_forward(problem), dense_forward(problem)
             assert same(out.isfinite(), want.isfinite()) and torch.allclose(out, want, atol=1e-5, equal_nan=True)
@@ -124,6 +124,18 @@ def test_nan_and_infinity_go_where_they_are_seen():
             if value != value: assert out[1, 0][rows].isnan().any(-1).all()
             grads, want = tiled_backward(problem, out, lse, d_out), dense_backward(problem, want, want_lse, d_out)
             for a, b in zip(grads, want): assert (a is None and b is None) or torch.allclose(a, b, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("S", [1, 5, 16, 40])
+@pytest.mark.parametrize("knobs", [{}, dict(is_causal=True), dict(is_causal=True, alignment="lower_right"), dict(window_size=(0, 0)), dict(scale=-1.0)], ids=str)
+def test_nan_is_never_turned_into_a_number(S, knobs):
+    for which in ("query", "key", "all"):
+        q, k, v = torch.zeros(1, 2, 40, 8), torch.zeros(1, 2, S, 8), torch.ones(1, 2, S, 8)
+        if which != "key": q[0, 0, 0], q[0, 0, 39] = math.nan, math.nan
+        if which != "query": k[0, 1] = math.nan
+        problem = make_problem(q, k, v, **knobs)
+        (out, lse, _), (want, want_lse, _) = tiled_forward(problem), dense_forward(problem)
+        assert same(out, want) and same(lse.isnan(), want_lse.isnan())
 
 
 def test_a_bad_sequence_leaves_its_neighbour_its_bits():

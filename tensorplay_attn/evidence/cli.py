@@ -78,7 +78,7 @@ def verify_command(engines, impls, suites, globs, quick, list_only, torch_too, d
     """
     cases, notes = chosen_cases(suites, quick, globs)
     if list_only: return click.echo("\n".join(c.id for c in cases))
-    columns, console = chosen_columns(engines, impls, torch_too, device, in_process), Console()
+    columns, console = chosen_columns(engines, impls, torch_too, device, in_process), Console(force_jupyter=False)
     bar, moved = _progress(console)
     with bar: results = run(cases, columns, moved)
     results.quick, results.notes = quick and not globs, notes

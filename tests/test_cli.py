@@ -1,0 +1,89 @@
+"The command as people run it: a process, files, an exit status."
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tensorplay_attn import __version__
+from tensorplay_attn.evidence import cli
+
+COMMAND = Path(sys.executable).parent / "tensorplay-attn"
+STRANGER = """
+import os
+import torch.nn.functional as F
+def right(query, key, value, is_causal=False): return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+def wrong(query, key, value, is_causal=False): return F.scaled_dot_product_attention(query, key, value, is_causal=not is_causal)
+def deadly(query, key, value, is_causal=False):
+    print("on my way")
+    os.abort()
+"""
+
+
+def run(*arguments, cwd):
+    return subprocess.run([COMMAND, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def call(*arguments): return CliRunner().invoke(cli.main, list(arguments))
+
+
+def test_verify_writes_its_reports(tmp_path):
+    done = run("verify", "--case", "R4/bool-row/*", "--case", "R8/nan-in-hidden*", "--json", "out/a.json", "--html", "out/a.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == "" and "no failure of math, tiled" in done.stdout
+    report, page = json.loads((tmp_path / "out/a.json").read_text()), (tmp_path / "out/a.html").read_text()
+    assert {c["name"]: c["decides"] for c in report["columns"]} == {"math": True, "tiled": True, "torch math": False, "torch flash": False}
+    assert report["failures"] == 0 and any(r["status"] == "fail" for r in report["records"])  # PyTorch's, which decide nothing
+    assert "where others differ" in done.stdout.lower() and "</html>" in page
+
+
+def test_strangers_decide(tmp_path):
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    right, wrong, deadly = (run("verify", "--impl", f"stranger:{n}", "--no-torch", "--case", "R3/*", cwd=tmp_path) for n in ("right", "wrong", "deadly"))
+    assert right.returncode == 0 and "no failure of stranger:right" in right.stdout, right.stdout + right.stderr
+    assert wrong.returncode == 1 and "alone: tensorplay-attn verify --case 'R3/" in wrong.stdout
+    assert deadly.returncode == 1 and deadly.stdout.count("the process died of SIGABRT") == 8
+
+
+def test_a_file_and_this_process(tmp_path):
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    result = call("verify", "--impl", f"{tmp_path}/stranger.py:wrong", "--engine", "math", "--no-torch", "--in-process", "--case", "R3/*")
+    assert result.exit_code == 1 and "math, " in result.output
+
+
+def test_lists():
+    everything, quick = (call("verify", "--list", *more).output.split() for more in ((), ("--quick",)))
+    assert len(everything) > 1000 and set(quick) < set(everything)
+    assert call("verify", "--list", "--suite", "onnx").output.split()[0].startswith("onnx/23/")
+    assert call("verify", "--list", "--quick", "--case", "R3/*").output.split() == [i for i in everything if i.startswith("R3/")]
+
+
+@pytest.mark.parametrize("wrong, words", [
+    (["--case", "nothing"], "--list names them"), (["--suite", "speed"], "'contract', 'onnx', 'faults'"), (["--engine", "fast"], "'math', 'tiled'"),
+    (["--impl", "no_colon", "--case", "R3/*"], "module:function"), (["--impl", "json:nothing", "--case", "R3/*"], "nothing"),
+    (["--impl", "nowhere.py:f", "--case", "R3/*"], "nowhere.py"), (["--impl", "json:__name__", "--case", "R3/*"], "callable"),
+])
+def test_wrong_options_are_status_2(wrong, words):
+    result = call("verify", *wrong)
+    assert result.exit_code == 2 and words in result.output.replace("\n", " "), result.output
+
+
+def test_without_onnx(monkeypatch):
+    whole = cli.suite
+    def suite(name, quick=False):
+        if name == "onnx": raise ModuleNotFoundError("onnx is not installed: pip install 'tensorplay_attn[onnx]'")
+        return whole(name, quick)
+    monkeypatch.setattr(cli, "suite", suite)
+    result = call("verify", "--engine", "math", "--no-torch", "--case", "R3/*")
+    assert result.exit_code == 0 and "onnx suite was left out" in result.output and "pip install" in result.output
+    assert call("verify", "--suite", "onnx").exit_code == 2
+
+
+def test_the_rest_of_the_command():
+    assert call("--version").output.strip() == f"tensorplay-attn, version {__version__}"
+    assert {"verify", "bench"} <= set(call("--help").output.split())
+    assert cli.main.get_command(click.Context(cli.main), "bench").name == "bench" and call("bench", "--help").exit_code == 0
+    assert cli.main.get_command(click.Context(cli.main), "nothing") is None

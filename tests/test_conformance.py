@@ -1,0 +1,247 @@
+"The judge judged: suites that are whole, faults that are caught, nobody accused wrongly, strangers that misbehave."
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from tensorplay_attn.evidence import conformance as judge
+from tensorplay_attn.evidence.cases import Call, Cannot, Crash, Truth, make_call, values
+from tensorplay_attn.evidence.report import to_html
+from tensorplay_attn.evidence.suites import SUITES, pairwise, select, suite
+from tensorplay_attn.functional import AuxOutput, scaled_dot_product_attention as ours
+
+
+def failed(column, *globs, quick=False):
+    "The rows in which a column fails."
+    cases = select([c for name in ("contract", "faults") for c in suite(name, quick)], globs)
+    assert cases
+    return {r.row for r in judge.run(cases, [column]).of(status="fail")}
+
+
+# ---------------------------------------------------------------- the suites
+
+@pytest.mark.parametrize("name", SUITES)
+def test_our_engines_pass(name):
+    results = judge.run(suite(name), [judge.engine_column(n) for n in judge.ENGINE_BACKENDS])
+    assert [(r.column, r.case, r.what, r.message) for r in results.failures] == []
+    assert results.of(status="cannot") == []
+
+
+def test_suites_are_whole():
+    cases = suite("contract")
+    assert {f"R{n}" for n in range(1, 19)} | {"errors"} == {c.row for c in cases} and len(cases) > 600
+    for row in {c.row for c in cases} - {"R18", "errors"}:
+        ends = {c.id.rsplit("/", 1)[1] for c in cases if c.row == row}
+        assert ends == {"forward", "backward"}, row
+    assert len([c for c in suite("contract") if c.row == "errors"]) >= 60 and len(suite("onnx")) >= 93
+    every = [c for name in SUITES for c in suite(name)]
+    assert len({c.id for c in every}) == len(every) and all(re.fullmatch(r"[\w#./+-]+", c.id) for c in every)
+    quick = [c.id for name in SUITES for c in suite(name, quick=True)]
+    assert len(quick) < len(every) / 4 and set(quick) < {c.id for c in every}
+
+
+def test_a_case_alone_is_the_case_in_the_suite():
+    first, again = suite("contract"), suite("contract")
+    for a, b in list(zip(first, again))[::40]:
+        x, y = a.make(), b.make()
+        assert a.id == b.id and x.said == y.said and str(x) == str(y)
+        assert all(torch.equal(s.nan_to_num(), y.tensors[n].nan_to_num()) for n, s in x.tensors.items() if s.layout == torch.strided)
+
+
+def test_unknown_suite():
+    with pytest.raises(ValueError, match="contract, onnx, faults"): suite("speed")
+
+
+def test_pairwise_covers_pairs():
+    knobs = {n: list(range(3)) for n in "abcd"}
+    chosen = pairwise(knobs)
+    assert {(c["a"], c["d"]) for c in chosen} == {(x, y) for x in range(3) for y in range(3)} and len(chosen) < 20
+
+
+# ---------------------------------------------------------------- planted faults
+
+def planted(change=None, after=None):
+    "Our door with its words changed on the way in, or its answer on the way out."
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *, alignment="upper_left",
+                  window_size=(-1, -1), softcap=0.0, sinks=None, return_aux=None):
+        words = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, alignment=alignment,
+                     window_size=window_size, softcap=softcap, sinks=sinks, return_aux=return_aux)
+        tensors = dict(query=query, key=key, value=value)
+        if change: (tensors | words).update(new := change(tensors | words) or {}); tensors |= {n: new.pop(n) for n in tensors if n in new}; words |= new
+        answer = ours(**tensors, **words)
+        if after is None: return answer
+        return after(answer) if return_aux is None else (after(answer[0]), answer[1])
+    return judge.impl_column(attention)
+
+
+def lse_change(f):
+    column = planted()
+    inner = column.function
+    def attention(*tensors, return_aux=None, **words):
+        answer = inner(*tensors, return_aux=return_aux, **words)
+        return answer if return_aux is None else (answer[0], AuxOutput(None if answer[1].lse is None else f(answer[1].lse), answer[1].max_scores))
+    column.function = attention
+    return column
+
+
+def interleaved(w):
+    G = w["query"].shape[1] // max(w["key"].shape[1], 1) if w["query"].ndim == 4 else 1
+    return {n: w[n].repeat(1, G, 1, 1) for n in ("key", "value")} if G > 1 else {}
+
+
+def tail_seen(w):  # a bool mask whose last column is forgotten
+    m = w["attn_mask"]
+    if m is None or m.dtype != torch.bool or m.ndim == 0 or m.shape[-1] < 2: return {}
+    return {"attn_mask": torch.cat([m[..., :-1], torch.ones_like(m[..., -1:])], -1)}
+
+
+def zero_row(out): return torch.cat([out[..., :-1, :], out[..., -1:, :] * 0], -2)
+
+
+FAULTS = {
+    "alignment ignored": (planted(lambda w: {"alignment": "upper_left"}), "R2"),
+    "alignment guessed": (planted(lambda w: {"alignment": "lower_right"}), "R3"),
+    "window one short": (planted(lambda w: {"window_size": tuple(max(x - 1, -1) if x > 0 else x for x in w["window_size"])}), "R2"),
+    "mask replaces causal": (planted(lambda w: {"is_causal": w["is_causal"] and w["attn_mask"] is None}), "R1"),
+    "scale twice": (planted(lambda w: {"query": w["query"] * (w["query"].shape[-1] ** -0.5 if w["query"].shape[-1] else 1)}), "R16"),
+    "softcap ignored": (planted(lambda w: {"softcap": 0.0}), "scale, lse"),
+    "sinks ignored": (planted(lambda w: {"sinks": None}), "R13"),
+    "heads interleaved": (planted(interleaved), "R9"),
+    "last key always seen": (planted(tail_seen), "R6"),
+    "one row zeroed": (planted(after=zero_row), "R16"),
+    "gradient of key halved": (planted(lambda w: {"key": (w["key"] + w["key"].detach()) / 2}), "R9"),
+    "bias without gradient": (planted(lambda w: {"attn_mask": w["attn_mask"].detach() if isinstance(w["attn_mask"], torch.Tensor) else None}), "gradients"),
+    "lse in base 2": (lse_change(lambda lse: lse / math.log(2)), "R12"),
+    "lse of nothing is 0": (lse_change(lambda lse: torch.where(lse == -math.inf, 0.0, lse)), "R4"),
+    "lse without gradient": (lse_change(lambda lse: lse.detach()), "R12"),
+    "NaN made a number": (planted(after=lambda out: out.nan_to_num()), "R8"),
+    "half precision inside": (planted(lambda w: {n: w[n].bfloat16().to(w[n].dtype) for n in ("query", "key", "value")}), "R11"),
+    "dropout unscaled": (planted(after=None), None),
+}
+
+
+@pytest.mark.parametrize("fault", [f for f, (_, row) in FAULTS.items() if row])
+def test_planted_faults_are_caught(fault):
+    column, row = FAULTS[fault]
+    globs = {"scale, lse": "faults/*", "gradients": "faults/*"}.get(row, f"{row}/*")
+    assert row in failed(column, globs)
+
+
+def test_dropout_without_scaling_is_caught():
+    def unscaled(query, key, value, dropout_p=0.0): return ours(query, key, value, dropout_p=dropout_p) * (1 - dropout_p)
+    def drops_twice_as_much(query, key, value, dropout_p=0.0): return ours(query, key, value, dropout_p=min(2 * dropout_p, 1.0))
+    for f in (unscaled, drops_twice_as_much): assert failed(judge.impl_column(f), "R14/observed/*") == {"R14"}
+
+
+def test_nobody_is_accused_wrongly():
+    "Our own door as a stranger: what it says in words must all pass, dropout observed."
+    cases = [c for name in ("contract", "onnx", "faults") for c in suite(name, quick=True)]
+    results = judge.run(cases, [judge.impl_column(ours)])
+    assert [(r.case, r.what, r.message) for r in results.failures] == []
+    assert len(results.of(status="pass")) > 0.85 * len(cases)
+
+
+# ---------------------------------------------------------------- strangers
+
+def test_words_are_read_from_the_signature():
+    def few(query, key, value, attn_mask=None, *, softcap=0.0): ...
+    def anything(*args, **kwargs): ...
+    assert judge.spoken(few) == {"attn_mask", "softcap"}
+    assert judge.spoken(anything) == judge.spoken(torch.nn.functional.scaled_dot_product_attention) == set(judge.TORCH_WORDS)
+
+
+def test_what_cannot_be_said_is_no_pass():
+    def few(query, key, value): return ours(query, key, value)
+    results = judge.run(select(suite("contract"), ("R2/*", "R13/*")), [judge.impl_column(few)])
+    assert {r.status for r in results.records} == {"cannot"} and all("has no word for" in r.message for r in results.records)
+
+
+def test_not_implemented_is_cannot():
+    def later(query, key, value): raise NotImplementedError("next week")
+    (record, *_) = judge.run(select(suite("contract"), ("R16/B1-L1-*",)), [judge.impl_column(later)]).records
+    assert record.status == "cannot" and "next week" in record.message
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (lambda q, k, v: None, "no tensor"),
+    (lambda q, k, v: ours(q, k, v)[..., :3], "shape"),
+    (lambda q, k, v: ours(q, k, v).double(), "dtype"),
+    (lambda q, k, v: ours(q, k, v) * math.nan, "nan"),
+    (lambda q, k, v: ours(q, k, v).detach(), "gradient"),
+    (lambda q, k, v: 1 / 0, "ZeroDivisionError"),
+])
+def test_misbehaviour_is_a_failure_with_words(wrong, message):
+    def attention(query, key, value): return wrong(query, key, value)
+    results = judge.run(select(suite("contract"), ("R16/B1-L16-*",)), [judge.impl_column(attention)])
+    assert any(message in r.message for r in results.failures), [r.message for r in results.records]
+
+
+def test_writing_into_inputs_is_caught_and_undone():
+    def scribbles(query, key, value):
+        out = ours(query, key, value)
+        query.detach().zero_()
+        return out
+    cases = select(suite("contract"), ("R16/B1-L16-*", "R15/expanded-*"))
+    results = judge.run(cases, [judge.impl_column(scribbles), judge.engine_column("tiled")])
+    assert all("wrote into query" in r.message for r in results.of(column="scribbles"))
+    assert results.of(column="tiled", status="fail") == []
+
+
+STRANGER = """
+import os, time
+from tensorplay_attn.functional import scaled_dot_product_attention as attention
+def aborts(query, key, value): os.abort()
+def hangs(query, key, value): time.sleep(99)
+def fails(query, key, value): raise IndexError("tile 3")
+def declines(query, key, value): raise NotImplementedError
+"""
+
+
+def test_behind_glass(tmp_path):
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    glass, call = judge.Glass(), make_call("anything")
+    column = {n: judge.apart(f"impl:{tmp_path}/stranger.py:{n}", glass) for n in ("attention", "aborts", "hangs", "fails", "declines")}
+    assert column["attention"].words == judge.spoken(ours)
+    with pytest.raises(judge.Raised, match="IndexError: tile 3"): column["fails"].answer(call)
+    with pytest.raises(Cannot): column["declines"].answer(call)
+    glass.patience = 1
+    with pytest.raises(Crash, match="1 seconds"): column["hangs"].answer(call)
+    glass.patience = 60
+    with pytest.raises(Crash, match="SIGABRT"): column["aborts"].answer(call)
+    results = judge.run(select(suite("contract"), ("R15/*L18-S33/float32/*", "errors/query-*")), [column["attention"]])
+    assert results.failures == [] and len(results.of(status="pass")) > 20
+    with pytest.raises(judge.Raised, match="no_such"): judge.apart(f"impl:{tmp_path}/stranger.py:no_such", glass)
+    with pytest.raises(judge.Raised, match="ModuleNotFoundError"): judge.apart("impl:no_such_module:f", glass)
+
+
+# ---------------------------------------------------------------- truth and reports
+
+def test_truth_sums_what_was_broadcast():
+    one = make_call("broadcast", B=3)
+    one = Call(one.query, one.key[:1], one.value[:1], d_out=one.d_out)
+    many = Call(one.query, one.key.expand(3, -1, -1, -1).clone(), one.value.expand(3, -1, -1, -1).clone(), d_out=one.d_out)
+    dk, allowed, _ = Truth(one).backward["dk"]
+    assert dk.shape == one.key.shape and torch.allclose(dk, Truth(many).backward["dk"][0].sum(0, keepdim=True)) and (allowed > 0).all()
+    assert all(v for _, v in values(judge.engine_column("math"), one, Truth(one)))
+
+
+def test_errors_must_be_of_our_types():
+    class Column(judge.Column): pass
+    def wrong_type(query, key, value, **words): raise RuntimeError("no")
+    cases = select(suite("contract"), ("errors/value-shorter",))
+    mine = Column("mine", wrong_type, frozenset(judge.TORCH_WORDS), ours=True)
+    assert judge.run(cases, [mine]).failures and not judge.run(cases, [judge.impl_column(wrong_type)]).failures
+
+
+def test_reports(tmp_path):
+    def half(query, key, value, is_causal=False): return ours(query.half(), key.half(), value.half(), is_causal=is_causal).to(query.dtype)
+    results = judge.run(select(suite("contract"), ("R3/*", "R5/empty/B0*")), [judge.engine_column("math"), judge.impl_column(half)])
+    report = json.loads(judge.to_json(results), parse_constant=pytest.fail)
+    assert report["failures"] == len(results.failures) > 0 and report["versions"]["torch"] == torch.__version__
+    (group, *_) = judge.differences(results.of(row="R3", status="fail"))
+    assert group.record.size == min(r.size for r in results.of(row="R3", status="fail"))
+    page = to_html(results)
+    assert page.count("<h2>") == 6 and "<script" not in page and not re.search(r'(src|href)=', page)
+    for r in results.failures: assert r.case in page

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import get_origin
 
@@ -21,7 +22,7 @@ from nbdev.process import NBProcessor
 from sphinx.cmd.build import build_main
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {"0": "Ground", "1": "Mathematics", "2": "Kernels", "3": "Doors", "4": "The world", "5": "Evidence"}
+ROOMS = {"00": "Ground", "10": "Mathematics", "20": "Kernels", "30": "Doors", "40": "The world", "48": "Evidence"}  # by their first number
 TAGS = {"echo: false": "remove-input", "output: false": "remove-output", "include: false": "remove-cell", "code-fold: true": "hide-input"}
 EMPTY = inspect.Parameter.empty
 
@@ -118,7 +119,7 @@ def lay_out(out: Path):
     modules, names = exported(), sorted(p.stem for p in (ROOT / "nbs").glob("[0-9]*.ipynb"))
     links = functools.reduce(lambda a, m: labels(m) | a, modules, {})  # a name that two modules have is the lower one's,
     own = {s: links | labels(m) for m, s in modules.items()}  # but for the page of the other
-    trees = [toctree(room, here) for digit, room in ROOMS.items() if (here := [n for n in names if n[0] == digit])]
+    trees = [toctree(ROOMS[first], list(here)) for first, here in groupby(names, lambda n: max(k for k in ROOMS if k <= n))]
     trees += [toctree("API", [f"api/{m.partition('.')[2]}" for m in modules]), toctree("Project", ["contributing", "changelog"])]
     for name in [*names, "index"]:
         nb = NBProcessor(ROOT / f"nbs/{name}.ipynb", procs=Pages().procs(), process=True).nb

@@ -431,6 +431,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'tensorplay_attn/evidence/report.py'),
                                                  'tensorplay_attn.evidence.report.share_plot': ( 'report.html#share_plot',
                                                                                                  'tensorplay_attn/evidence/report.py'),
+                                                 'tensorplay_attn.evidence.report.template': ( 'report.html#template',
+                                                                                               'tensorplay_attn/evidence/report.py'),
                                                  'tensorplay_attn.evidence.report.to_html': ( 'report.html#to_html',
                                                                                               'tensorplay_attn/evidence/report.py'),
                                                  'tensorplay_attn.evidence.report.x_of': ( 'report.html#x_of',

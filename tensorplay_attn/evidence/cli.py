@@ -18,7 +18,7 @@ from .cases import Case
 from .suites import SUITES, select, suite
 from tensorplay_attn.evidence.conformance import (ENGINE_BACKENDS, Column, Glass, Results, apart, engine_column, load, print_results, run, to_json,
     torch_backends)
-from .report import to_html
+from .report import template, to_html
 
 # %% ../../nbs/59_cli.ipynb #ee00cf0a
 def chosen_cases(suites: tuple[str, ...], quick: bool, globs: tuple[str, ...]) -> tuple[list[Case], list[str]]:  # and what was left out
@@ -78,6 +78,7 @@ def verify_command(engines, impls, suites, globs, quick, list_only, torch_too, d
     """
     cases, notes = chosen_cases(suites, quick, globs)
     if list_only: return click.echo("\n".join(c.id for c in cases))
+    if html_file: template()  # what is missing should be said before, not after
     columns, console = chosen_columns(engines, impls, torch_too, device, in_process), Console(force_jupyter=False)
     bar, moved = _progress(console)
     with bar: results = run(cases, columns, moved)

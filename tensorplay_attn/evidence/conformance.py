@@ -364,13 +364,13 @@ def cell(records: list[Record]) -> str:
     n = Counter(r.status for r in records)
     return f"{n[PASS]}/{n[FAIL]}/{n[CANNOT]} {worst_share(records):4.0%}" if n[PASS] + n[FAIL] else f"0/0/{n[CANNOT]}     "
 
-def table(results: Results) -> Table:
+def table(results: Results, titles: bool = True) -> Table:
     "Rows by columns."
     shown = Table("row", *(c.name for c in results.columns), caption="pass / fail / cannot, and the worst error that passed as a share of its bound")
     for c in shown.columns[1:]: c.justify, c.no_wrap = "right", True
     for row in results.rows:
         of = [results.of(row, c.name) for c in results.columns]
-        shown.add_row(f"{row} {TITLES.get(row, '')}", *(f"[red]{cell(x)}[/]" if any(r.status == FAIL for r in x) else cell(x) for x in of))
+        shown.add_row(f"{row} {TITLES.get(row, '') if titles else ''}", *(f"[red]{cell(x)}[/]" if any(r.status == FAIL for r in x) else cell(x) for x in of))
     return shown
 
 @dataclass
@@ -408,7 +408,7 @@ def _said(reasons):  # missing words together, anything else as it was said firs
 def print_results(results: Results, console: Console) -> None:
     "The whole story as text."
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    console.print(table(results))
+    console.print(table(results, titles=console.width >= 48 + 16 * len(results.columns)))
     for column, reason, n in why_not(results): say(f"{column} cannot, {n} cases: {reason}")
     theirs = differences([r for r in results.records if r.status == FAIL and r not in results.failures])
     if theirs: say("\nWhere others differ from the rule (this decides nothing):")

@@ -50,16 +50,17 @@ class Pages(processors.FilterDefaults):
 def link(
     text: str,  # Markdown
     links: dict,  # name -> label of its entry in the API reference
-) -> str:  # with the public names in backticks linked, but for code blocks and headings
+) -> str:  # with the public names in backticks linked, but for letters, code blocks and headings
     def one(m): return f"[`{m[1]}`](#{links[m[1]]})" if m[1] in links else m[0]
     fences = re.split(r"(^```.*?^```\s*?$|^#.*?$)", text, flags=re.M | re.S)
-    return "".join(t if i % 2 else re.sub(r"(?<![\[`])`([\w.]+)`(?![\]`])", one, t) for i, t in enumerate(fences))
+    return "".join(t if i % 2 else re.sub(r"(?<![\[`])`([\w.]{2,})`(?![\]`])", one, t) for i, t in enumerate(fences))
 
 def labels(
     module: str,  # its full name
-) -> dict:  # public name -> label of its entry; labels know no capitals, so a class says that it is one
-    mod = import_module(module)
-    return {n: f"{module}.{n}" + "-class" * isinstance(getattr(mod, n), type) for n in mod.__all__}
+) -> dict:  # public name -> label of its entry; labels know no capitals, so the second of `form` and `Form` gets a number
+    names = import_module(module).__all__
+    earlier = {n: sum(n.lower() == o.lower() for o in names[:i]) for i, n in enumerate(names)}
+    return {n: f"{module}.{n}" + (f"-{k + 1}" if k else "") for n, k in earlier.items()}
 
 def cell_text(text): return re.sub(r"([|*<$])", r"\\\1", " ".join(str(text or "").split()))
 
@@ -76,16 +77,23 @@ def table(obj, signature):
     if result not in (EMPTY, None): rows.append(("*returns*", type_name(result), cell_text(notes.get("return"))))
     return "\n".join(["| | type | |\n|---|---|---|", *(f"| {' | '.join(r)} |" for r in rows)]) if rows else ""
 
+def value(obj):
+    "What a constant is; of a large table only what it has."
+    text = repr(obj)
+    if len(text) <= 400 and " at 0x" not in text: return f"```python\n{text}\n```"
+    if isinstance(obj, dict): return "A table of " + ", ".join(f"`{k}`" for k in obj) + "."
+    return f"{len(obj)} of `{type(obj[0]).__name__}`." if isinstance(obj, (list, tuple)) else f"A `{type(obj).__name__}`."
+
 def described(obj):
     "Signature, docstring and table of a function or class; the members or the value of anything else."
     obj = getattr(obj, "fn", obj)  # a Triton function wraps the Python one
     doc = re.sub(r"(?<=\w)\*(?=\w)", r"\\*", inspect.cleandoc(obj.__doc__ or ""))
     if isinstance(obj, property): return doc
     if isinstance(obj, click.Command): return f"```text\n{obj.get_help(click.Context(obj, info_name=obj.name))}\n```"
-    if not callable(obj) or not hasattr(obj, "__name__") or get_origin(obj): return f"```python\n{obj!r}\n```"
+    if not callable(obj) or not hasattr(obj, "__name__") or get_origin(obj): return value(obj)
     if isinstance(obj, enum.EnumType): return "\n\n".join([doc, ", ".join(f"`{m.name} = {m.value}`" for m in obj)])
-    if isinstance(obj, type) and issubclass(obj, BaseException): return f"```python\nclass {obj.__name__}({obj.__base__.__name__})\n```\n\n{doc}"
-    signature = inspect.signature(obj)
+    try: signature = inspect.signature(obj)
+    except ValueError: return f"```python\nclass {obj.__name__}({obj.__base__.__name__})\n```\n\n{doc}"  # an exception, an int
     names = ", ".join(str(p.replace(annotation=EMPTY)) for p in signature.parameters.values())
     call = re.sub(r"<(?:function |class |built-in function )?'?([\w.]+).*?>", r"\1", f"{obj.__name__}({names})")
     return "\n\n".join(filter(None, [f"```python\n{call}\n```", doc, table(obj, signature)]))

@@ -22,6 +22,7 @@ nb_execution_mode = "off"  # pages show the committed outputs; the tests execute
 nb_merge_streams = True
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"{project} {version}"
 html_static_path = ["static"]
 html_css_files = ["pages.css"]

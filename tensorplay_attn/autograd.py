@@ -8,7 +8,7 @@ __all__ = ['pack', 'unpack', 'attend']
 # %% ../nbs/33_autograd.ipynb #3513bf5e
 import torch
 from torch import Tensor
-from .problem import AttentionProblem
+from .problem import AttentionProblem, check_number
 from .engines import ENGINES
 from .routing import choose
 
@@ -34,7 +34,7 @@ def unpack(q, k, v, mask, bias, sinks, kv_lengths, shifts, seed, scale, softcap,
 def _forward_op(engine, need_max, *args):
     problem = unpack(*args)
     engine = choose(problem)[1] if engine == "" else ENGINES[engine]
-    out, lse, top = engine.forward(problem, need_max)
+    with torch.autocast(problem.q.device.type, enabled=False): out, lse, top = engine.forward(problem, need_max)
     top = top.contiguous() if need_max else lse.new_empty(0)
     return out.contiguous(), lse.contiguous(), top, torch.tensor(list(ENGINES).index(engine.name))
 
@@ -47,11 +47,12 @@ def _(engine, need_max, *args):
 
 # %% ../nbs/33_autograd.ipynb #b2d03ee8
 @torch.library.custom_op("tensorplay_attn::backward", mutates_args=(), device_types=None,
-    schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, Tensor engine, bool need_dbias, {_SCHEMA})"
+    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor engine, bool need_dbias, {_SCHEMA})"
            " -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _backward_op(d_out, d_lse, out, lse, engine, need_dbias, *args):
     problem = unpack(*args)
-    grads = list(ENGINES.values())[engine.item()].backward(problem, out, lse, d_out, d_lse, need_dbias)
+    engine = list(ENGINES.values())[engine.item()]
+    with torch.autocast(problem.q.device.type, enabled=False): grads = engine.backward(problem, out, lse, d_out, d_lse, need_dbias)
     lay_out = lambda g: g.transpose(1, 2).contiguous().transpose(1, 2)
     return *map(lay_out, grads[:3]), *(problem.q.new_empty(0) if g is None else g.contiguous() for g in grads[3:])
 
@@ -65,12 +66,14 @@ def _(d_out, d_lse, out, lse, engine, need_dbias, *args):
 def _setup_context(ctx, inputs, output):
     (_, _, *args), (out, lse, top, engine) = inputs, output
     ctx.mark_non_differentiable(top, engine)
+    ctx.set_materialize_grads(False)  # None: nobody used out, or lse
     ctx.tensors, ctx.numbers = len(args) - 6, args[9:]
     ctx.save_for_backward(out, lse, engine, *args[:9])
 
 def _backward(ctx, d_out, d_lse, *_):
     out, lse, engine, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[2:]  # of q, k, v, mask, bias, sinks
+    if d_out is None: d_out = torch.zeros_like(out)
     dq, dk, dv, dbias, dsinks = _backward_op(d_out, d_lse, out, lse, engine, needs[4], *tensors, *ctx.numbers)
     grads = dq, dk, dv, None, dbias if needs[4] else None, dsinks if needs[5] else None
     return None, None, *grads, *[None] * 9
@@ -84,6 +87,9 @@ def attend(
     need_max: bool = False,  # max_scores too
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # out (B, H, L, Ev) in q's dtype; lse, max_scores (B, H, L) in the state dtype
     "Attention as one differentiable node."
+    if not isinstance(problem, AttentionProblem): raise TypeError(f"problem must be an AttentionProblem, not {type(problem).__name__}")
+    if not isinstance(engine, str): raise TypeError(f"engine must be a str, not {type(engine).__name__}")
+    check_number("need_max", need_max, bool)
     if engine and engine not in ENGINES: raise ValueError(f"{engine=} is none of {', '.join(ENGINES)}")
     out, lse, top, _ = torch.ops.tensorplay_attn.forward(engine, need_max, *pack(problem))
     return out, lse, top if need_max else None

@@ -6,10 +6,11 @@
 __all__ = ['AuxRequest', 'AuxOutput', 'scaled_dot_product_attention']
 
 # %% ../nbs/34_functional.ipynb #dbfe760f
+from dataclasses import replace
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .problem import check_number, make_problem
+from .problem import check_dense, check_dropout, check_number, check_sizes, make_problem
 from .dropout import new_seed
 from .routing import check_gqa
 from .autograd import attend
@@ -35,10 +36,10 @@ def _autocast(*tensors):  # what autocast makes of a matrix product's inputs
 def _batch_axes(query, key, value):  # the axes before (heads, length, size), broadcast over all three
     named = {"query": query, "key": key, "value": value}
     for name, t in named.items():
-        if not isinstance(t, Tensor): raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")
-        if t.layout != torch.strided: raise TypeError(f"{name} must be a dense strided tensor: {name}.layout={t.layout}")
+        check_dense(name, t)
         if t.ndim < 2: raise ValueError(f"{name} must have at least 2 dimensions (..., length, size): {name}.shape={tuple(t.shape)}")
     if not query.ndim == key.ndim == value.ndim: raise ValueError(f"query, key and value differ in rank: {query.ndim=}, {key.ndim=}, {value.ndim=}")
+    check_sizes(query, key, value)
     try: return torch.broadcast_shapes(*(t.shape[:-3] for t in named.values()))
     except RuntimeError:
         shapes = ", ".join(f"{name}.shape={tuple(t.shape)}" for name, t in named.items())
@@ -48,11 +49,15 @@ def _four_axes(t, batch):  # (batch, heads, length, size)
     if t.ndim < 4: return t[(None,) * (4 - t.ndim)]
     return t.expand(*batch, *t.shape[-3:]).flatten(0, -4)
 
-def _four_axes_mask(mask, batch):  # a mask over more batch axes than one
-    if not isinstance(mask, Tensor) or len(batch) < 2 or mask.ndim < 4: return mask
-    if mask.shape[:-3].numel() == 1: return mask.reshape(1, *mask.shape[-3:])
-    try: return mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
-    except RuntimeError: raise ValueError(f"attn_mask does not broadcast over the batch axes {tuple(batch)}: {tuple(mask.shape)=}") from None
+def _four_axes_mask(attn_mask, batch, size):  # a mask over more batch axes than one; size (H, L, S)
+    if attn_mask is None or len(batch) < 2: return attn_mask
+    check_dense("attn_mask", attn_mask)
+    size = (*batch, *size)
+    if attn_mask.ndim > len(size) or not all(m in (1, n) for m, n in zip(attn_mask.shape[::-1], size[::-1])):
+        raise ValueError(f"attn_mask does not broadcast to (batch, heads, queries, keys): {tuple(attn_mask.shape)=}, {size=}")
+    if attn_mask.ndim < 4: return attn_mask
+    if attn_mask.shape[:-3].numel() == 1: return attn_mask.reshape(1, *attn_mask.shape[-3:])
+    return attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
 
 # %% ../nbs/34_functional.ipynb #eea90dc8
 def scaled_dot_product_attention(
@@ -77,14 +82,17 @@ def scaled_dot_product_attention(
     """
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(f"return_aux must be an AuxRequest, not {type(return_aux).__name__}")
+    for name, asked in (return_aux or AuxRequest())._asdict().items(): check_number(f"return_aux.{name}", asked, bool)
     check_number("enable_gqa", enable_gqa, bool)
-    query, key, value = _autocast(query, key, value)
+    check_dropout(dropout_p)
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     batch = _batch_axes(query, key, value)
     q, k, v = (_four_axes(t, batch) for t in (query, key, value))
-    check_number("dropout_p", dropout_p)
-    problem = make_problem(q, k, v, _four_axes_mask(attn_mask, batch), is_causal=is_causal, scale=scale, window_size=window_size, alignment=alignment,
-        softcap=softcap, sinks=sinks, dropout_p=dropout_p, seed=new_seed(query.device) if dropout_p > 0 else None)
-    check_gqa(q, k, enable_gqa)
+    mask = _four_axes_mask(attn_mask, batch, (*q.shape[1:3], k.shape[2]))
+    problem = make_problem(q, k, v, mask, is_causal=is_causal, scale=scale, window_size=window_size, alignment=alignment,
+        softcap=softcap, sinks=sinks)
+    check_gqa(query, key, enable_gqa)
+    if dropout_p > 0: problem = replace(problem, dropout_p=float(dropout_p), seed=new_seed(query.device))  # last: a refused call draws nothing
     out, lse, top = attend(problem, need_max=return_aux is not None and return_aux.max_scores)
     out = out.reshape(*query.shape[:-1], v.shape[-1]) if query.ndim < 4 else out.unflatten(0, batch)
     if return_aux is None: return out

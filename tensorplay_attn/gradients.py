@@ -28,7 +28,7 @@ def row_delta(
     dtype: torch.dtype,  # the state dtype
 ) -> Tensor:  # (B, H, L)
     "do . out - dlse: what a row's scores must give back."
-    delta = (d_out.to(dtype) * out.to(dtype)).sum(-1)
+    delta = (d_out.to(dtype) * out.to(dtype)).contiguous().sum(-1)
     return delta if d_lse is None else delta - d_lse.to(dtype)
 
 def sink_gradient(

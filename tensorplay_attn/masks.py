@@ -176,6 +176,9 @@ def window_mask(
     shift: int | Tensor = 0,  # query i stands at i + shift; (B,) for one each
 ):  # a mask_mod
     "Keys within a distance of the query's position."
+    for name, x in (("left", left), ("right", right)):
+        check_number(name, x, int)
+        if x < -1: raise ValueError(f"{name} is a distance, -1 means unlimited: {name}={x}")
     left, right = check_window((left, right))
     _check_ints("shift", shift, low=None)
     def window(b, h, q_idx, kv_idx):

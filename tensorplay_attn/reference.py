@@ -107,10 +107,10 @@ def mask_scores(
 ) -> Tensor:  # with bias, and -inf where a predicate says no
     "Bias, then mask. A bias of -inf is a mask: whatever the score, even NaN, the key is hidden."
     if problem.bias is not None:
-        bias = cut(problem.bias, rows, cols)
+        bias = cut(problem.bias, rows, cols).to(s.dtype)
         s = torch.where(bias == -math.inf, -math.inf, s + bias)
     seen = visible(problem, rows, cols)
-    return s if seen is None else torch.where(seen, s, -math.inf)
+    return (s if seen is None else torch.where(seen, s, -math.inf)).contiguous()  # sums must not feel how a mask lies in memory
 
 def dense_scores(
     problem: AttentionProblem,

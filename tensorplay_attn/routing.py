@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .problem import AttentionProblem, check_number, make_problem
+from .problem import AttentionProblem, check_number, heads, make_problem
 from .engines import ENGINES, Engine
 
 # %% ../nbs/32_routing.ipynb #17e7d824
@@ -102,7 +102,7 @@ def pose(params: SDPAParams) -> AttentionProblem:
 
 def check_gqa(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
     "Fewer key heads than query heads must be asked for."
-    if query.shape[1] != key.shape[1] and not enable_gqa:
+    if heads(query) != heads(key) and not enable_gqa:
         shapes = f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}"
         raise ValueError(f"query and key differ in head count, which needs enable_gqa=True: {enable_gqa=}, {shapes}")
 

@@ -68,9 +68,8 @@ def planted(change=None, after=None):
                   window_size=(-1, -1), softcap=0.0, sinks=None, return_aux=None):
         words = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, alignment=alignment,
                      window_size=window_size, softcap=softcap, sinks=sinks, return_aux=return_aux)
-        tensors = dict(query=query, key=key, value=value)
-        if change: (tensors | words).update(new := change(tensors | words) or {}); tensors |= {n: new.pop(n) for n in tensors if n in new}; words |= new
-        answer = ours(**tensors, **words)
+        said = dict(query=query, key=key, value=value) | words
+        answer = ours(**said | (change(said) if change else {}))
         if after is None: return answer
         return after(answer) if return_aux is None else (after(answer[0]), answer[1])
     return judge.impl_column(attention)
@@ -112,21 +111,20 @@ FAULTS = {
     "last key always seen": (planted(tail_seen), "R6"),
     "one row zeroed": (planted(after=zero_row), "R16"),
     "gradient of key halved": (planted(lambda w: {"key": (w["key"] + w["key"].detach()) / 2}), "R9"),
-    "bias without gradient": (planted(lambda w: {"attn_mask": w["attn_mask"].detach() if isinstance(w["attn_mask"], torch.Tensor) else None}), "gradients"),
+    "bias without gradient": (planted(lambda w: {} if w["attn_mask"] is None else {"attn_mask": w["attn_mask"].detach()}), "gradients"),
     "lse in base 2": (lse_change(lambda lse: lse / math.log(2)), "R12"),
     "lse of nothing is 0": (lse_change(lambda lse: torch.where(lse == -math.inf, 0.0, lse)), "R4"),
     "lse without gradient": (lse_change(lambda lse: lse.detach()), "R12"),
     "NaN made a number": (planted(after=lambda out: out.nan_to_num()), "R8"),
     "half precision inside": (planted(lambda w: {n: w[n].bfloat16().to(w[n].dtype) for n in ("query", "key", "value")}), "R11"),
-    "dropout unscaled": (planted(after=None), None),
 }
+GLOBS = {"R16": "R16/B1-L*", "scale, lse": "faults/sglang*", "gradients": "faults/pytorch#148476/*"}  # where a row has heavy cases, or no name in ids
 
 
-@pytest.mark.parametrize("fault", [f for f, (_, row) in FAULTS.items() if row])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault):
     column, row = FAULTS[fault]
-    globs = {"scale, lse": "faults/*", "gradients": "faults/*"}.get(row, f"{row}/*")
-    assert row in failed(column, globs)
+    assert row in failed(column, GLOBS.get(row, f"{row}/*"))
 
 
 def test_dropout_without_scaling_is_caught():
@@ -154,7 +152,7 @@ def test_words_are_read_from_the_signature():
 
 def test_what_cannot_be_said_is_no_pass():
     def few(query, key, value): return ours(query, key, value)
-    results = judge.run(select(suite("contract"), ("R2/*", "R13/*")), [judge.impl_column(few)])
+    results = judge.run(select(suite("contract"), ("R2/window*", "R13/*")), [judge.impl_column(few)])
     assert {r.status for r in results.records} == {"cannot"} and all("has no word for" in r.message for r in results.records)
 
 
@@ -185,7 +183,7 @@ def test_writing_into_inputs_is_caught_and_undone():
         return out
     cases = select(suite("contract"), ("R16/B1-L16-*", "R15/expanded-*"))
     results = judge.run(cases, [judge.impl_column(scribbles), judge.engine_column("tiled")])
-    assert all("wrote into query" in r.message for r in results.of(column="scribbles"))
+    assert {r.status for r in results.of(column="scribbles")} == {"fail"} and "wrote into query" in results.records[0].message
     assert results.of(column="tiled", status="fail") == []
 
 

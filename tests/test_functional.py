@@ -38,8 +38,8 @@ def test_drop_in(lead, kwargs):
     for a, b in zip(*(torch.autograd.grad(o, (q, k, v), d_out) for o in (ours, theirs))): assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("lead, mask", [((2, 3), (2, 3, 1, 5, 7)), ((2, 3), (3, 4, 5, 7)), ((2, 3), (1, 1, 4, 1, 7)), ((2, 3), (2, 1, 1, 5, 7))], ids=str)
-def test_masks_over_several_batch_axes(lead, mask):
+@pytest.mark.parametrize("mask", [(2, 3, 1, 5, 7), (3, 4, 5, 7), (1, 1, 4, 1, 7), (2, 1, 1, 5, 7)], ids=str)
+def test_masks_over_several_batch_axes(mask, lead=(2, 3)):
     q, k, v, m = rand(*lead, 4, 5, 8), rand(*lead, 4, 7, 8), rand(*lead, 4, 7, 8), torch.rand(mask) < 0.7
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): want = F.scaled_dot_product_attention(q, k, v, m)
     assert torch.allclose(scaled_dot_product_attention(q, k, v, m), want, atol=1e-6)
@@ -129,10 +129,10 @@ def test_a_compiled_program_obeys_sdpa_kernel_around_it():
     with sdpa_kernel([MATH]): assert compiled(q).equal(attend(make_problem(q, q, q, mask), "math")[0])
 
 
-@pytest.mark.parametrize("knobs", [dict(is_causal=True, enable_gqa=True), dict(softcap=2.0, enable_gqa=True), dict(dropout_p=0.1, enable_gqa=True)], ids=str)
+@pytest.mark.parametrize("knobs", [dict(is_causal=True), dict(softcap=2.0), dict(dropout_p=0.1)], ids=str)
 def test_export_keeps_one_node_through_the_default_decompositions(knobs):
     class Layer(torch.nn.Module):
-        def forward(self, q, k, v): return scaled_dot_product_attention(q, k, v, alignment="lower_right", **knobs)
+        def forward(self, q, k, v): return scaled_dot_product_attention(q, k, v, alignment="lower_right", enable_gqa=True, **knobs)
     L, S = torch.export.Dim("L", max=512), torch.export.Dim("S", max=512)
     args = rand(2, 4, 7, 8), rand(2, 2, 9, 8), rand(2, 2, 9, 8)
     program = torch.export.export(Layer(), args, dynamic_shapes=[{2: L}, {2: S}, {2: S}]).run_decompositions()
@@ -206,7 +206,8 @@ def test_unfused_calls_warn_when_asked(monkeypatch):
         warnings.simplefilter("error")
         with sdpa_kernel(MATH): scaled_dot_product_attention(x, x, x)
     monkeypatch.setattr(tensorplay_attn, "WARN_FOR_UNFUSED_KERNELS", True)
-    with sdpa_kernel(MATH), pytest.warns(UserWarning, match="FLASH_ATTENTION was not used: sdpa_kernel does not permit"): scaled_dot_product_attention(x, x, x)
+    with sdpa_kernel(MATH), pytest.warns(UserWarning) as caught: scaled_dot_product_attention(x, x, x)
+    assert "FLASH_ATTENTION was not used: sdpa_kernel does not permit FLASH_ATTENTION" in [str(w.message) for w in caught]
 
 
 def test_attention_from_many_threads():

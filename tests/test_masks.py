@@ -158,7 +158,7 @@ def test_mods_against_pytorch(name):
     (lambda b, h, q, k: TABLE[b, q] == 0, IndexError, "out of range"),
     (lambda b, h, q, k: (q >= k).any(), ValueError, "alone"), (lambda b, h, q, k: (q >= k).all(), ValueError, "alone"),
     (lambda b, h, q, k: q == q.max(), ValueError, "alone"), (lambda b, h, q, k: (q >= k).sum(-1, keepdim=True) > 1, ValueError, "alone"),
-], ids=str)
+], ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", None))
 def test_bad_mods(mod, error, words):
     with pytest.raises(error, match=words): M.create_mask(mod, 2, 3, 4, 4, device="cpu")
 

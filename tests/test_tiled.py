@@ -127,7 +127,8 @@ def test_nan_and_infinity_go_where_they_are_seen(softcap):
 
 
 @pytest.mark.parametrize("S", [1, 5, 16, 40])
-@pytest.mark.parametrize("knobs", [{}, dict(is_causal=True), dict(is_causal=True, alignment="lower_right"), dict(window_size=(0, 0)), dict(scale=-1.0)], ids=str)
+@pytest.mark.parametrize("knobs", [{}, dict(is_causal=True), dict(is_causal=True, alignment="lower_right"), dict(window_size=(0, 0)),
+                                   dict(scale=-1.0)], ids=str)
 def test_nan_is_never_turned_into_a_number(S, knobs):
     for which in ("query", "key", "all"):
         q, k, v = torch.zeros(1, 2, 40, 8), torch.zeros(1, 2, S, 8), torch.ones(1, 2, S, 8)

@@ -370,7 +370,8 @@ def table(results: Results, titles: bool = True) -> Table:
     for c in shown.columns[1:]: c.justify, c.no_wrap = "right", True
     for row in results.rows:
         of = [results.of(row, c.name) for c in results.columns]
-        shown.add_row(f"{row} {TITLES.get(row, '') if titles else ''}", *(f"[red]{cell(x)}[/]" if any(r.status == FAIL for r in x) else cell(x) for x in of))
+        cells = [f"[red]{cell(x)}[/]" if any(r.status == FAIL for r in x) else cell(x) for x in of]
+        shown.add_row(f"{row} {TITLES.get(row, '') if titles else ''}", *cells)
     return shown
 
 @dataclass

@@ -29,9 +29,9 @@ def _axis(height):  # decades, and the bound
         return f'<line class="{kind}" x1="{x}" x2="{x}" y1="0" y2="{height}"/><text class="tick" x="{x}" y="{height + 16}">{name}</text>'
     return "".join(decade(d, round(x_of(10.0**d), 1)) for d in range(LOW, HIGH + 1))
 
-def _svg(height, body, title):
+def _svg(height, body, title, under=""):
     return (f'<svg viewBox="0 0 {LEFT + WIDTH + RIGHT} {height + 24}" role="img" aria-label="{escape(title)}" '
-            f'xmlns="http://www.w3.org/2000/svg">{_axis(height)}{body}</svg>')
+            f'xmlns="http://www.w3.org/2000/svg">{under}{_axis(height)}{body}</svg>')
 
 def _range(records: list[Record], y: float, colour: int, label: str) -> str:
     "One column in one row: from its smallest to its largest share, the middle marked, failures as crosses."
@@ -50,13 +50,13 @@ def _range(records: list[Record], y: float, colour: int, label: str) -> str:
 def share_plot(results: Results) -> str:
     "Shares of the bound, by row and column."
     lane, names = 8, [c.name for c in results.columns]
-    step, parts = lane * len(names) + 10, []
+    step, stripes, parts = lane * len(names) + 10, [], []
     for i, row in enumerate(results.rows):
         label = escape(f"{row} {TITLES.get(row, '')}".strip())
         parts.append(f'<text class="row" x="{LEFT - 10}" y="{i * step + step / 2 + 4}">{label}</text>')
-        if i % 2: parts.insert(0, f'<rect class="stripe" y="{i * step}" width="{LEFT + WIDTH + RIGHT}" height="{step}"/>')
+        if i % 2: stripes.append(f'<rect class="stripe" y="{i * step}" width="{LEFT + WIDTH + RIGHT}" height="{step}"/>')
         parts += [_range(results.of(row, n), i * step + 9 + lane * j, j % 6, f"{row}, {n}") for j, n in enumerate(names)]
-    return _svg(step * len(results.rows), "".join(parts), "worst error as a share of its bound, by row and column")
+    return _svg(step * len(results.rows), "".join(parts), "share of the bound, by row and column", "".join(stripes))
 
 def histogram(results: Results, bins: int = 25, height: int = 170) -> str:
     "How the shares of all outputs are spread, one line a column."
@@ -70,7 +70,7 @@ def histogram(results: Results, bins: int = 25, height: int = 170) -> str:
         parts.append(f'<polyline class="c{j % 6} line" points="{steps}"><title>{escape(column.name)}: {len(shares)} outputs</title></polyline>')
     return _svg(height, "".join(parts), "spread of the shares of all outputs")
 
-# %% ../../nbs/58_report.ipynb #c14b6e75
+# %% ../../nbs/58_report.ipynb #a3c9f3ba
 CSS = """:root{--ink:#1c2024;--soft:#5d6670;--paper:#fff;--line:#dfe3e7;--stripe:#f5f7f8;--bad:#b00020;--good:#1d7a3c}
 @media(prefers-color-scheme:dark){:root{--ink:#e4e7ea;--soft:#9aa4ae;--paper:#15181b;--line:#343a40;--stripe:#1c2024;--bad:#ff7b8a;--good:#6ccf8b}
 }*{box-sizing:border-box}
@@ -89,6 +89,7 @@ svg text{font:12px system-ui,sans-serif;fill:currentColor}.row{text-anchor:end}.
 .key{display:inline-block;width:1.1em;height:.55em;border-radius:2px;margin:0 .35em 0 1em}.k0{background:#3b82c4}.k1{background:#d97706}
 .k2{background:#2f9e62}.k3{background:#b05cc6}.k4{background:#c2410c}.k5{background:#64748b}"""
 
+# %% ../../nbs/58_report.ipynb #c14b6e75
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>Attention conformance</title><style>{{ css }}</style></head><body>
@@ -139,7 +140,8 @@ alone: tensorplay-attn verify --case '{{ r.case }}'</pre></details>{% else %}<p>
 {% for row in results.rows %}<details><summary>{{ row }} <span class="soft">{{ titles.get(row, "") }}</span></summary>
 <div class="wide"><table><tr><th>case</th>{% for c in results.columns %}<th>{{ c.name }}</th>{% endfor %}</tr>
 {% for case, records in cases(row) %}<tr><td><code>{{ case }}</code></td>{% for r in records %}
-<td class="{{ {'fail': 'bad', 'cannot': 'soft'}.get(r.status, '') }}">{{ r.status }}{{ " %.2g"|format(r.share) if r.status == "pass" and r.share }}</td>
+<td class="{{ {'fail': 'bad', 'cannot': 'soft'}.get(r.status, '') }}">{{ r.status }}
+{{- " %.2g"|format(r.share) if r.status == "pass" and r.share }}</td>
 {%- endfor %}</tr>
 {% endfor %}</table></div></details>{% endfor %}
 </body></html>

@@ -221,7 +221,8 @@ def row_11() -> list[Case]:
     "Every dtype, and autocast."
     sizes = dict(L=40, S=60, E=16), dict(L=17, S=300, E=32), dict(is_causal=True, L=70, S=70, E=24, Ev=8)
     specs = [s | dict(dtype=d) for d in (F64, F32, F16, BF16) for s in sizes]
-    kinds = {}, dict(is_causal=True), dict(mask="bias:L,S"), dict(softcap=2.0, **GQA), dict(mask="bool:L,S", L=40)
+    near = chain(put("attn_mask", (..., 0), 100.2), put("attn_mask", (..., 1), 100.0))  # one number, once the mask is rounded too
+    kinds = {}, dict(is_causal=True), dict(mask="bias:L,S"), dict(mask="bias:1,S", edit=near), dict(softcap=2.0, **GQA), dict(mask="bool:L,S", L=40)
     return both("R11", specs + [dict(label=f"autocast-{short(d)}", fields=dict(autocast=d), **k) for d in (BF16, F16) for k in kinds])
 
 def row_12() -> list[Case]:

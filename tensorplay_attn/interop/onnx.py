@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
-from ..problem import AttentionProblem, check_vector, make_problem
+from ..problem import STATE_DTYPE, AttentionProblem, check_number, check_vector, make_problem
 from ..reference import dense_forward, dense_scores, raw_scores
 
 # %% ../../nbs/40_onnx.ipynb #7a530287
@@ -34,6 +34,9 @@ def check_node(
     opset: int,  # 23 or later
 ) -> dict:  # every attribute with its value
     "Whether the opset knows these words and these values."
+    for name, x in (("attributes", attributes), ("inputs", inputs)):
+        if not isinstance(x, dict): raise TypeError(f"{name} must be a dict, not {type(x).__name__}")
+    check_number("opset", opset, int)
     if opset < 23: raise ValueError(f"Attention exists since opset 23: {opset=}")
     for kind, given, known in (("attribute", attributes, ATTRIBUTES), ("input", inputs, INPUTS)):
         for name, x in given.items():
@@ -43,10 +46,16 @@ def check_node(
     a = ATTRIBUTES | attributes
     for name, values in ALLOWED.items():
         if a[name] not in values: raise ValueError(f"{name} must be one of {values}: {name}={a[name]!r}")
+    for name in ("q_num_heads", "kv_num_heads", "left_window_size", "right_window_size"):
+        if a[name] is not None: check_number(name, a[name], int)
     for name in ("left_window_size", "right_window_size"):
         if a[name] < -1: raise ValueError(f"{name} is a distance, or -1 for unlimited: {name}={a[name]}")
     for name in INPUTS[:3]:
         if inputs.get(name) is None: raise ValueError(f"Attention needs {name}: given are {[n for n, x in inputs.items() if x is not None]}")
+        if inputs[name].dtype not in STATE_DTYPE: raise TypeError(f"{name} must be floating: {name}.dtype={inputs[name].dtype}")
+    if a["scale"] is not None: check_number("scale", a["scale"])
+    check_number("softcap", a["softcap"])
+    if a["softcap"] < 0: raise ValueError(f"softcap must not be negative: softcap={a['softcap']}")
     return a
 
 # %% ../../nbs/40_onnx.ipynb #293278bb

@@ -19,7 +19,8 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 def loop_forward(problem, tile=16):
     "A tile loop in the state dtype, weights rounded to the input dtype, every knob."
-    s, v, factor = dense_scores(problem), problem.v.repeat_interleave(problem.G, 1).to(problem.state_dtype), dropout_factor(problem, *everything(problem))
+    s, factor = dense_scores(problem), dropout_factor(problem, *everything(problem))
+    v = problem.v.repeat_interleave(problem.G, 1).to(problem.state_dtype)
     l, acc = torch.zeros_like(s[..., :1].sum(-1)), s.new_zeros(*s.shape[:-1], v.shape[-1])
     m = torch.full_like(l, -INF)
     if problem.sinks is not None: m, l = problem.sinks.to(s.dtype)[:, None].expand_as(m), l + 1
@@ -44,7 +45,8 @@ def rounding_backward(problem, out, lse, d_out, d_lse):
     p, keep, delta = recompute_weights(s, lse), 1.0 if factor is None else factor, row_delta(out, d_out, d_lse, st)
     ds = torch.where(s != -INF, p * (do @ v.mT * keep - delta[..., None]), 0)
     dx = half(ds if problem.softcap == 0 else ds * (1 - (x / problem.softcap) ** 2))
-    dk, dv = (t.reshape(B, Hkv, G, S, -1).sum(2) if t.numel() else t.new_zeros(B, Hkv, S, t.shape[-1]) for t in (dx.mT @ q * problem.scale, half(p * keep).mT @ do))
+    over_group = lambda t: t.reshape(B, Hkv, G, S, -1).sum(2) if t.numel() else t.new_zeros(B, Hkv, S, t.shape[-1])
+    dk, dv = over_group(dx.mT @ q * problem.scale), over_group(half(p * keep).mT @ do)
     return Gradients(*(t.to(problem.q.dtype) for t in (dx @ k * problem.scale, dk, dv)),
         None if problem.bias is None else ds.sum_to_size(problem.bias.shape).to(problem.bias.dtype),
         None if problem.sinks is None else sink_gradient(problem.sinks, lse, delta))
@@ -69,7 +71,8 @@ def some_problem(seed):
     "Sizes 0 to 130, every knob, scores from flat to very peaked."
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    dtype, sharp, one_of = rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)), rng.choice((0.1, 1, 1, 4, 30)), rng.choice
+    one_of = rng.choice
+    dtype, sharp = one_of((torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)), one_of((0.1, 1, 1, 4, 30))
     B, Hkv, G = one_of((1, 2)), one_of((1, 2)), one_of((1, 2, 3))
     L, S, E, Ev = (one_of((0, 1, 1, 2, 3, 5, 8, 16, 17, 33, 70, 130)) for _ in range(4))
     draw = one_of((torch.randn, torch.randn, torch.rand))
@@ -203,7 +206,8 @@ def test_shapes_and_dtypes_are_judged():
 
 def test_spread():
     torch.manual_seed(0)
-    a, keep, v, out = torch.rand(3, 5, dtype=torch.float64), (torch.rand(3, 5) < 0.7).double() / 0.7, torch.randn(5, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    a, keep = torch.rand(3, 5, dtype=torch.float64), (torch.rand(3, 5) < 0.7).double() / 0.7
+    v, out = torch.randn(5, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
     exact = lambda r: (a[..., None] * (keep[..., None] * v - out[:, None]).abs() ** r).sum(1)
     assert torch.allclose(spread(2, a, keep, v, out), exact(2)) and (spread(1, a, keep, v, out) >= exact(1) * (1 - 1e-12)).all()
 
@@ -211,7 +215,8 @@ def test_spread():
 def test_growth():
     x = torch.logspace(-8, 2, 40, dtype=torch.float64)
     assert torch.allclose(growth(torch.zeros_like(x), x), x.expm1() - x, rtol=2e-3, atol=1e-15)
-    assert growth(torch.tensor(-INF, dtype=torch.float64), torch.tensor(1e300, dtype=torch.float64)) == 0 and growth(torch.tensor(0.0), torch.tensor(1e4)) == INF
+    assert growth(torch.tensor(-INF, dtype=torch.float64), torch.tensor(1e300, dtype=torch.float64)) == 0
+    assert growth(torch.tensor(0.0), torch.tensor(1e4)) == INF
 
 
 def test_worst_case_is_wider_on_long_rows_and_failure_widens():
@@ -255,12 +260,15 @@ def test_faults_are_seen(fault, dtype):
     assert not all(judge_forward(problem, *FAULTS[fault](problem, out, lse)).values())
 
 
+def every_second_head(x): return x * torch.tensor([1, 0, 1, 0]).view(4, *(1,) * (x.ndim - 2)).to(x.dtype) if x.ndim > 3 else x
+
+
 BACKWARD_FAULTS = {
     "delta missing": lambda p, o, l, do, dl: dense_backward(p, torch.zeros_like(o), l, do, dl),
     "lse gradient missing": lambda p, o, l, do, dl: dense_backward(p, o, l, do, None),
     "lse gradient negated": lambda p, o, l, do, dl: dense_backward(p, o, l, do, -dl),
     "scale missing": lambda p, *a: (g := dense_backward(p, *a))._replace(dk=g.dk / p.scale),
-    "dk of half the group": lambda p, *a: (g := dense_backward(p, *a))._replace(dk=g.dk - dense_backward(p, *(x * torch.tensor([1, 0, 1, 0]).view(4, *(1,) * (x.ndim - 2)).to(x.dtype) if x.ndim > 3 else x for x in a)).dk / 2),
+    "dk of half the group": lambda p, *a: (g := dense_backward(p, *a))._replace(dk=g.dk - dense_backward(p, *map(every_second_head, a)).dk / 2),
     "softcap's slope missing": lambda p, *a: dense_backward(replace(p, softcap=1e6), *a),
     "dropout in dv forgotten": lambda p, *a: (g := dense_backward(p, *a))._replace(dv=g.dv * (1 - p.dropout_p)),
     "dbias of one batch entry": lambda p, *a: (g := dense_backward(p, *a))._replace(dbias=g.dbias / 2),
@@ -274,7 +282,8 @@ BACKWARD_FAULTS = {
 def test_faults_of_the_backward_are_seen(fault, dtype):
     torch.manual_seed(1)
     rand = lambda *size: torch.randn(*size).to(dtype)
-    problem = make_problem(rand(2, 4, 20, 32), rand(2, 2, 60, 32), rand(2, 2, 60, 16), rand(4, 20, 60), softcap=3.0, sinks=torch.randn(4), dropout_p=0.1, seed=torch.tensor([5, 6]))
+    problem = make_problem(rand(2, 4, 20, 32), rand(2, 2, 60, 32), rand(2, 2, 60, 16), rand(4, 20, 60), softcap=3.0,
+        sinks=torch.randn(4), dropout_p=0.1, seed=torch.tensor([5, 6]))
     out, lse, _ = dense_forward(problem)
     loss = rand(2, 4, 20, 16), torch.randn(2, 4, 20)
     assert all(judge_backward(problem, dense_backward(problem, out, lse, *loss), *loss).values())

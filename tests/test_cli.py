@@ -44,7 +44,7 @@ def test_strangers_decide(tmp_path):
     (tmp_path / "stranger.py").write_text(STRANGER)
     named = [x for n in ("right", "wrong", "deadly") for x in ("--impl", f"stranger:{n}")]
     done = run("verify", *named, "--no-torch", "--case", "R3/default/causal/L5-S9/float32/forward", cwd=tmp_path)
-    assert done.returncode == 1 and "2 failures of stranger:right, stranger:wrong, stranger:deadly" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "failures: stranger:wrong 1, stranger:deadly 1\n" in done.stdout, done.stdout + done.stderr
     assert "stranger:wrong: R3/" in done.stdout and "stranger:right: R3/" not in done.stdout
     assert done.stdout.count("the process died of SIGABRT") == 1 and "alone: tensorplay-attn verify --case 'R3/" in done.stdout
 

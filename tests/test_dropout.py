@@ -262,7 +262,8 @@ if __name__ == "__main__":
         i, j = i0 + tl.arange(0, BLOCK_M), j0 + tl.arange(0, BLOCK_N)
         zero = tl.zeros([BLOCK_M, BLOCK_N], tl.uint32)
         key = tl.load(key_ptr).to(tl.uint64) | tl.load(key_ptr + 1).to(tl.uint64) << 32
-        w0, w1, w2, w3 = tl.philox(key, zero + (j // 4)[None, :].to(tl.uint32), zero + i[:, None].to(tl.uint32), zero + h.to(tl.uint32), zero + b.to(tl.uint32))
+        w0, w1, w2, w3 = tl.philox(key, zero + (j // 4)[None, :].to(tl.uint32), zero + i[:, None].to(tl.uint32),
+                                   zero + h.to(tl.uint32), zero + b.to(tl.uint32))
         r = zero + (j % 4)[None, :].to(tl.uint32)
         x = tl.where(r == 0, w0, tl.where(r == 1, w1, tl.where(r == 2, w2, w3))).to(tl.int32, bitcast=True)
         keep = tl.where(x < 0, -x - 1, x) >= t

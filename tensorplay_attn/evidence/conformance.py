@@ -423,9 +423,9 @@ def _told(r: Record): return "\n".join(f"    {line}" for line in (f"{r.what}: {r
 
 def summary(results: Results) -> str:
     "One line."
-    n, deciding = len(results.failures), ", ".join(c.name for c in results.columns if c.decides)
-    found = "nobody who decides" if not deciding else f"{n or 'no'} failure{'s' * (n > 1)} of {deciding}"
-    return f"{len({r.case for r in results.records})} cases, {len(results.columns)} columns: {found}"
+    failed, deciding = Counter(r.column for r in results.failures), ", ".join(c.name for c in results.columns if c.decides)
+    found = f"failures: {', '.join(f'{c} {n}' for c, n in failed.items())}" if failed else f"no failure of {deciding or 'anybody who decides'}"
+    return f"{len({r.case for r in results.records})} cases, {len(results.columns)} columns; {found}"
 
 def versions() -> dict[str, str]:
     "What was run."

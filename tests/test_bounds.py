@@ -49,7 +49,7 @@ def rounding_backward(problem, out, lse, d_out, d_lse):
     dk, dv = over_group(dx.mT @ q * problem.scale), over_group(half(p * keep).mT @ do)
     return Gradients(*(t.to(problem.q.dtype) for t in (dx @ k * problem.scale, dk, dv)),
         None if problem.bias is None else ds.sum_to_size(problem.bias.shape).to(problem.bias.dtype),
-        None if problem.sinks is None else sink_gradient(problem.sinks, lse, delta))
+        None if problem.sinks is None else sink_gradient(problem.sinks, lse, delta).to(problem.sinks.dtype))
 
 
 HONEST = {"dense": (dense_forward, dense_backward), "loop": (loop_forward, rounding_backward)}

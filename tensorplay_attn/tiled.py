@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FULL', 'EDGE', 'CORNER', 'Tile', 'plan', 'additive_tile', 'EdgeTiles', 'walk_forward', 'is_finite', 'walk_backward',
-           'fused_plan', 'fused_dtype', 'fused_forward', 'fused_backward', 'Sum', 'join_forward', 'join_backward',
-           'tiled_forward', 'tiled_backward']
+           'fused_plan', 'corner_plan', 'fused_dtype', 'fused_forward', 'fused_backward', 'Sum', 'join_forward',
+           'join_backward', 'tiled_forward', 'tiled_backward']
 
 # %% ../nbs/14_tiled.ipynb #20e95a15
 import math
@@ -176,9 +176,20 @@ def fused_plan(problem: AttentionProblem) -> list[Tile]:
     top, left = max(0, -shift), max(0, shift)  # the first query that sees a key; the first key that not every query sees
     fits = top < L and left < S and (S % 16 == 0 or L - top <= S - left)  # padded keys stay behind the diagonal
     if not (window == (-1, 0) and shift % 16 == 0 and problem.scale > 0 and fits): return plan(L, S, window, shift, 256, round_up(S), 1024)
-    corner = slice(left, min(round_up(S), left + round_up(L - top))), CORNER
-    tile = Tile(slice(top, round_up(L)), [(slice(0, left), FULL), corner] if left else [corner])
-    return [Tile(slice(0, top), []), tile] if top else [tile]
+    return corner_plan(L - top, round_up(S) - left, top, left, 256 if L - top <= 1024 and problem.q.dtype != torch.bfloat16 else round_up(L))
+
+def corner_plan(
+    m: int, n: int,  # queries that see a key; keys that not every query sees
+    top: int, left: int,  # queries before them, that see nothing; keys before them, that all see
+    step: int,  # rows of a tile
+) -> list[Tile]:
+    "Causal attention as corners on the diagonal, each with the full keys before it. (The operator wastes half of a corner: short ones pay.)"
+    tiles = [Tile(slice(0, top), [])] if top else []
+    for i in range(0, m, step):
+        rows, start = min(step, round_up(m) - i), left + min(i, n)  # of this tile; the keys that all its queries see
+        corner = [(slice(start, min(start + rows, left + n)), CORNER)] if i < n else []
+        tiles.append(Tile(slice(top + i, top + i + rows), ([(slice(0, start), FULL)] if start else []) + corner))
+    return tiles
 
 # %% ../nbs/14_tiled.ipynb #8bf082a7
 def fused_dtype(problem: AttentionProblem, tiles: list[Tile]) -> torch.dtype:

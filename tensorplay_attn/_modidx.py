@@ -874,7 +874,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'tensorplay_attn.tiled._sequences': ('tiled.html#_sequences', 'tensorplay_attn/tiled.py'),
                                        'tensorplay_attn.tiled._where': ('tiled.html#_where', 'tensorplay_attn/tiled.py'),
                                        'tensorplay_attn.tiled.additive_tile': ('tiled.html#additive_tile', 'tensorplay_attn/tiled.py'),
-                                       'tensorplay_attn.tiled.corner_plan': ('tiled.html#corner_plan', 'tensorplay_attn/tiled.py'),
                                        'tensorplay_attn.tiled.fused_backward': ('tiled.html#fused_backward', 'tensorplay_attn/tiled.py'),
                                        'tensorplay_attn.tiled.fused_dtype': ('tiled.html#fused_dtype', 'tensorplay_attn/tiled.py'),
                                        'tensorplay_attn.tiled.fused_forward': ('tiled.html#fused_forward', 'tensorplay_attn/tiled.py'),

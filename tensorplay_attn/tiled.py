@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FULL', 'EDGE', 'CORNER', 'Tile', 'plan', 'additive_tile', 'EdgeTiles', 'walk_forward', 'is_finite', 'walk_backward',
-           'fused_plan', 'corner_plan', 'fused_dtype', 'fused_forward', 'fused_backward', 'Sum', 'join_forward',
-           'join_backward', 'tiled_forward', 'tiled_backward']
+           'fused_plan', 'fused_dtype', 'fused_forward', 'fused_backward', 'Sum', 'join_forward', 'join_backward',
+           'tiled_forward', 'tiled_backward']
 
 # %% ../nbs/14_tiled.ipynb #20e95a15
 import math
@@ -89,7 +89,7 @@ class EdgeTiles:
 # %% ../nbs/14_tiled.ipynb #d4dd8565
 def walk_forward(
     problem: AttentionProblem,
-    block_m: int = 128, block_n: int = 256,  # rows of queries and of keys in a tile
+    block_m: int = 256, block_n: int = 256,  # rows of queries and of keys in a tile
 ) -> tuple[Tensor, Tensor, Tensor]:  # out (B, H, L, Ev), lse and max_scores (B, H, L), in the state dtype
     "Flash attention: the online softmax over the tiles of the plan."
     (B, H, Hkv, L, S, _, Ev), dtype = problem.sizes, problem.state_dtype
@@ -131,7 +131,7 @@ def walk_backward(
     lse: Tensor, delta: Tensor,  # (B, H, L)
     d_out: Tensor,  # (B, H, L, Ev)
     need_dbias: bool = True,
-    block_m: int = 128, block_n: int = 256,  # rows of queries and of keys in a tile
+    block_m: int = 256, block_n: int = 256,  # rows of queries and of keys in a tile
 ) -> Gradients | None:  # in the state dtype, without the sinks'; None when they are not finite
     "The same walk backward: weights are computed again, tile by tile."
     (B, H, Hkv, L, S, E, Ev), dtype = problem.sizes, problem.state_dtype
@@ -171,25 +171,14 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def fused_plan(problem: AttentionProblem) -> list[Tile]:
     "The plan for a fast operator: as few and as large pieces as possible."
     (_, _, _, L, S, _, _), window, shift = problem.sizes, problem.window, problem.shift
-    if problem.bias is not None or problem.mask is not None: return plan(L, S, window, shift, 256, 2048, 2048)
+    if problem.bias is not None or problem.mask is not None: return plan(L, S, window, shift, 1024, 2048, 2048)
     if window == (-1, -1): return plan(L, S, window, shift, round_up(L), round_up(S))
     top, left = max(0, -shift), max(0, shift)  # the first query that sees a key; the first key that not every query sees
     fits = top < L and left < S and (S % 16 == 0 or L - top <= S - left)  # padded keys stay behind the diagonal
     if not (window == (-1, 0) and shift % 16 == 0 and problem.scale > 0 and fits): return plan(L, S, window, shift, 256, round_up(S), 1024)
-    return corner_plan(L - top, round_up(S) - left, top, left, 256 if L - top <= 1024 and problem.q.dtype != torch.bfloat16 else round_up(L))
-
-def corner_plan(
-    m: int, n: int,  # queries that see a key; keys that not every query sees
-    top: int, left: int,  # queries before them, that see nothing; keys before them, that all see
-    step: int,  # rows of a tile
-) -> list[Tile]:
-    "Causal attention as corners on the diagonal, each with the full keys before it. (The operator wastes half of a corner: short ones pay.)"
-    tiles = [Tile(slice(0, top), [])] if top else []
-    for i in range(0, m, step):
-        rows, start = min(step, round_up(m) - i), left + min(i, n)  # of this tile; the keys that all its queries see
-        corner = [(slice(start, min(start + rows, left + n)), CORNER)] if i < n else []
-        tiles.append(Tile(slice(top + i, top + i + rows), ([(slice(0, start), FULL)] if start else []) + corner))
-    return tiles
+    corner = slice(left, min(round_up(S), left + round_up(L - top))), CORNER
+    tile = Tile(slice(top, round_up(L)), [(slice(0, left), FULL), corner] if left else [corner])
+    return [Tile(slice(0, top), []), tile] if top else [tile]
 
 # %% ../nbs/14_tiled.ipynb #8bf082a7
 def fused_dtype(problem: AttentionProblem, tiles: list[Tile]) -> torch.dtype:
@@ -325,7 +314,7 @@ def _row_parts(problem, size=128):  # one head group and `size` queries at a tim
     _, _, Hkv, L, _, _, _ = problem.sizes
     return [dict(kv_heads=slice(h, h + 1), rows=slice(i, min(i + size, L))) for h in range(Hkv) for i in range(0, L, size)]
 
-def _head_parts(problem, size=2**19, block_m=128, block_n=256):  # batch entries and head groups whose score tiles together have that size
+def _head_parts(problem, size=2**18, block_m=256, block_n=256):  # batch entries and head groups whose score tiles together have that size
     B, H, Hkv, L, S, _, _ = problem.sizes
     group = problem.G * min(round_up(L), block_m) * min(round_up(S), block_n)  # scores of one key head's tile
     heads = max(1, min(Hkv, size // group))
@@ -335,7 +324,7 @@ def _head_parts(problem, size=2**19, block_m=128, block_n=256):  # batch entries
 
 def _fused_parts(problem):  # a mask by batch entry or head is made into tiles of numbers: a few heads at a time
     tensors = [t for t in (problem.mask, problem.bias) if t is not None and t.shape[:2] != (1, 1)]
-    return _head_parts(problem, 2**22, 256, 2048) if tensors else [{}]
+    return _head_parts(problem, 2**23, 1024, 2048) if tensors else [{}]
 
 def tiled_forward(
     problem: AttentionProblem,

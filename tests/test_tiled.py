@@ -14,6 +14,9 @@ from tensorplay_attn.reference import dense_forward, loops_forward
 from tensorplay_attn.tiled import CORNER, FULL, fused_plan, plan, tiled_backward, tiled_forward, walk_backward, walk_forward
 
 
+POSITIONS = (5225, 5342, 5362, 5754, 6025)  # where torch's sigmoid and logaddexp once gave a number other bits in another place of the batch
+
+
 def same(a, b): return (a is None and b is None) or a.equal(b) or a.nan_to_num(7).equal(b.nan_to_num(7)) and a.isnan().equal(b.isnan())
 
 
@@ -35,7 +38,7 @@ def test_2000_random_problems(block):
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_the_same_bits_twice_and_alone(engine, block):
-    for seed in range(5000 + block * 60, 5060 + block * 60):
+    for seed in (*range(5000 + block * 60, 5060 + block * 60), *POSITIONS):
         problem, d_out, d_lse = random_problem(seed)
         out, lse, _ = engine.forward(problem)
         grads = engine.backward(problem, out, lse, d_out, d_lse)

@@ -842,6 +842,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'tensorplay_attn.softmax': { 'tensorplay_attn.softmax.add_sink': ('softmax.html#add_sink', 'tensorplay_attn/softmax.py'),
                                          'tensorplay_attn.softmax.empty_state': ('softmax.html#empty_state', 'tensorplay_attn/softmax.py'),
                                          'tensorplay_attn.softmax.finish': ('softmax.html#finish', 'tensorplay_attn/softmax.py'),
+                                         'tensorplay_attn.softmax.log_add': ('softmax.html#log_add', 'tensorplay_attn/softmax.py'),
                                          'tensorplay_attn.softmax.merge_states': ( 'softmax.html#merge_states',
                                                                                    'tensorplay_attn/softmax.py'),
                                          'tensorplay_attn.softmax.online_update': ( 'softmax.html#online_update',

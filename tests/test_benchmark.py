@@ -223,3 +223,10 @@ def test_without_matplotlib(tiny_cases, tmp_path, monkeypatch):
     monkeypatch.setattr(bm.importlib, "import_module", absent)
     result = run("--json", str(tmp_path / "b.json"), "--svg", str(tmp_path / "b.svg"))
     assert result.exit_code == 0 and "matplotlib" in result.output and (tmp_path / "b.json").exists() and not (tmp_path / "b.svg").exists()
+
+
+def test_every_peer_prepares_for_itself(monkeypatch):
+    monkeypatch.setattr(bm.torch, "compile", lambda f, **kwargs: f)  # eager: the question is who may run, not how fast
+    monkeypatch.setattr("warnings.warn", lambda *args, **kwargs: None)  # flex_attention says that it should be compiled
+    record = bm.run_case(Case("all", **TINY, peers=("torch", "torch math", "torch mask", "torch flex"), is_causal=True, limit=math.inf), FAST)
+    assert record["error"] is None and not [n for n, c in record["contenders"].items() if "error" in c], record["contenders"]

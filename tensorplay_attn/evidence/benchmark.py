@@ -147,7 +147,7 @@ def _torch_mask(case, t):
     return F.scaled_dot_product_attention(t.q, t.k, t.v, mask, enable_gqa=case.H != case.Hkv)
 
 def _torch_flex(case, t):
-    if not t.prepared:
+    if "flex" not in t.prepared:
         flex, mod = importlib.import_module("torch.nn.attention.flex_attention"), mask_mod(case)
         t.prepared["block"] = None if mod is None else flex.create_block_mask(mod, None, None, case.L, case.L, device="cpu")
         t.prepared["flex"] = torch.compile(flex.flex_attention, dynamic=False)
@@ -584,7 +584,7 @@ def save(report: dict, json_file=None, html_file=None, svg_file=None) -> list[st
 @click.option("--svg", "svg_file", type=click.Path(dir_okay=False), help="Write the curves.")
 def bench_command(quick, only, threads, budget, list_only, json_file, html_file, svg_file):
     "Time our engines and their peers in turn, in one process."
-    cases, console = select(all_cases(), only, quick), Console()
+    cases, console = select(all_cases(), only, quick), Console(width=None if sys.stdout.isatty() else 110)
     if not cases: raise click.BadParameter(f"no case matches {only!r}; --list names them", param_hint="--only")
     if list_only: return click.echo("\n".join(c.id for c in cases))
     settings = Settings(threads, budget if budget is not None else 0.4 if quick else 5.0, 2 if quick else 3, 50, quick)

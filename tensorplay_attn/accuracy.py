@@ -50,12 +50,12 @@ def gamma(
     n: int,  # roundings
     u: float,  # unit roundoff
 ) -> float:
-    "The classical constant: n roundings after one another are a relative error of at most gamma; infinite once n u reaches 1."
+    "n roundings after one another are a relative error of at most gamma; infinite once n u reaches 1."
     return n * u / (1 - n * u) if n * u < 1 else math.inf
 
 # %% ../nbs/01_accuracy.ipynb #08f3301c
 def shuffle_factor(failure: float) -> float:  # rho
-    "By how much more than lambda the error of wandering partial sums must be stretched, in an order that knows nothing of the values."
+    "By how much more than lambda to stretch what wandering partial sums add, in an order unrelated to the values."
     steps = (math.pi * k / 2000 for k in range(1000, 2000))
     x = min(math.sqrt(6) / mu * (math.log(2 / failure) + math.log(mu / math.sin(mu)) / 2) for mu in steps)
     return x / confidence(failure)
@@ -93,19 +93,25 @@ class Verdict:
     def __bool__(self): return self.ok
     def __str__(self):
         if self.reason: return f"FAIL  {self.reason}"
-        at = f" at {self.index}: got {self.got:.9g}, want {self.want:.9g}, allowed {self.allowed:.2g}" if self.index is not None else ""
+        numbers = f"got {self.got:.9g}, want {self.want:.9g}, allowed {self.allowed:.2g}"
+        at = f" at {self.index}: {numbers}" if self.index is not None else ""
         share = f"{self.share:.0%} of" if self.share < 10 else f"{self.share:.2g} times"
         return f"{'ok' if self.ok else 'FAIL'}  {share} the bound{at}"
 
 # %% ../nbs/01_accuracy.ipynb #4f9d698b
-def _shares(got: Tensor, want: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:  # error / allowed, inf where the kind of number is wrong
+def _shares(got: Tensor, want: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    # error / allowed, inf where the kind of number is wrong
     error = (got - want).abs()
     share = torch.where(error == 0, 0, error / allowed)
     u = unit_roundoff(dtype)
-    border = torch.finfo(dtype).max * (1 + u / (2 - 2 * u))  # half a spacing past the largest: from here on numbers round to infinity
-    overflow = got.isinf() & want.isfinite() & allowed.isfinite() & (got.sign() == want.sign()) & (want.abs() + allowed >= border)
-    share = torch.where(overflow, torch.where(want.abs() < border, (border - want.abs()) / allowed, 0), share)
-    right = torch.where(want.isfinite(), got.isfinite() | overflow, (got == want) | (got.isnan() & want.isnan()))
+    # half a spacing past the largest: from here on numbers round to infinity
+    border = torch.finfo(dtype).max * (1 + u / (2 - 2 * u))
+    overflow = got.isinf() & want.isfinite() & allowed.isfinite()
+    overflow &= (got.sign() == want.sign()) & (want.abs() + allowed >= border)
+    share = torch.where(overflow, torch.where(want.abs() < border, (border - want.abs()) / allowed, 0),
+        share)
+    right = torch.where(want.isfinite(), got.isfinite() | overflow,
+        (got == want) | (got.isnan() & want.isnan()))
     share = torch.where(want.isfinite(), share, 0)
     return torch.where(right & ~share.isnan(), share, math.inf)
 
@@ -116,9 +122,12 @@ def judge(
     dtype: torch.dtype | None = None,  # what got's dtype must be; None: any
 ) -> Verdict:
     "Compare element by element."
-    if not isinstance(got, Tensor): return Verdict(False, math.inf, reason=f"not a tensor: {type(got).__name__}")
-    if got.shape != want.shape: return Verdict(False, math.inf, reason=f"shape {tuple(got.shape)}, should be {tuple(want.shape)}")
-    if dtype is not None and got.dtype != dtype: return Verdict(False, math.inf, reason=f"dtype {got.dtype}, should be {dtype}")
+    if not isinstance(got, Tensor):
+        return Verdict(False, math.inf, reason=f"not a tensor: {type(got).__name__}")
+    if got.shape != want.shape:
+        return Verdict(False, math.inf, reason=f"shape {tuple(got.shape)}, should be {tuple(want.shape)}")
+    if dtype is not None and got.dtype != dtype:
+        return Verdict(False, math.inf, reason=f"dtype {got.dtype}, should be {dtype}")
     if got.numel() == 0: return Verdict(True)
     got64, want = got.detach().double(), want.detach().double()
     allowed = torch.as_tensor(allowed, dtype=torch.float64, device=want.device).expand(want.shape)

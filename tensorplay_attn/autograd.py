@@ -6,6 +6,7 @@
 __all__ = ['pack', 'unpack', 'attend']
 
 # %% ../nbs/33_autograd.ipynb #3513bf5e
+import contextlib
 import torch
 from torch import Tensor
 from .problem import AttentionProblem, check_number
@@ -13,28 +14,38 @@ from .engines import ENGINES
 from .routing import choose
 
 # %% ../nbs/33_autograd.ipynb #925f03ac
-_SCHEMA = ("Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sinks, Tensor? kv_lengths, Tensor? shifts, Tensor? seed, "
+_SCHEMA = ("Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? sinks, "
+           "Tensor? kv_lengths, Tensor? shifts, Tensor? seed, "
            "float scale, float softcap, float dropout_p, SymInt left, SymInt right, SymInt shift")
+_TENSORS = 9  # so many of them are tensors, and come first
 
 def pack(problem: AttentionProblem) -> tuple:  # the operators' arguments
     "A problem as plain arguments."
-    if any(problem.origin): raise ValueError(f"a part of a problem is an engine's affair: {problem.origin=}")
+    if any(problem.origin):
+        raise ValueError(f"a part of a problem is an engine's affair: {problem.origin=}")
     shifts = problem.shift if isinstance(problem.shift, Tensor) else None
-    return (problem.q, problem.k, problem.v, problem.mask, problem.bias, problem.sinks, problem.kv_lengths, shifts, problem.seed,
-            problem.scale, problem.softcap, problem.dropout_p, *problem.window, problem.shift if shifts is None else 0)
+    tensors = problem.q, problem.k, problem.v, problem.mask, problem.bias, problem.sinks, problem.kv_lengths, shifts, problem.seed
+    shift = problem.shift if shifts is None else 0
+    return *tensors, problem.scale, problem.softcap, problem.dropout_p, *problem.window, shift
 
-def unpack(q, k, v, mask, bias, sinks, kv_lengths, shifts, seed, scale, softcap, dropout_p, left, right, shift) -> AttentionProblem:
+def unpack(q, k, v, mask, bias, sinks, kv_lengths, shifts, seed,
+           scale, softcap, dropout_p, left, right, shift) -> AttentionProblem:
     "The problem again."
     window, shift = (left, right), shift if shifts is None else shifts
-    return AttentionProblem(q, k, v, scale, mask, bias, sinks, kv_lengths, softcap, window, shift, dropout_p, seed)
+    return AttentionProblem(q, k, v, scale, mask, bias, sinks, kv_lengths, softcap, window, shift,
+        dropout_p, seed)
 
 # %% ../nbs/33_autograd.ipynb #7ac2bfb9
+def _without_autocast(device):
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else contextlib.nullcontext()
+
 @torch.library.custom_op("tensorplay_attn::forward", mutates_args=(), device_types=None,
     schema=f"(str engine, bool need_max, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 def _forward_op(engine, need_max, *args):
     problem = unpack(*args)
     engine = choose(problem)[1] if engine == "" else ENGINES[engine]
-    with torch.autocast(problem.q.device.type, enabled=False): out, lse, top = engine.forward(problem, need_max)
+    with _without_autocast(problem.q.device.type): out, lse, top = engine.forward(problem, need_max)
     top = top.contiguous() if need_max else lse.new_empty(0)
     return out.contiguous(), lse.contiguous(), top, torch.tensor(list(ENGINES).index(engine.name))
 
@@ -52,31 +63,35 @@ def _(engine, need_max, *args):
 def _backward_op(d_out, d_lse, out, lse, engine, need_dbias, *args):
     problem = unpack(*args)
     engine = list(ENGINES.values())[engine.item()]
-    with torch.autocast(problem.q.device.type, enabled=False): grads = engine.backward(problem, out, lse, d_out, d_lse, need_dbias)
+    with _without_autocast(problem.q.device.type):
+        grads = engine.backward(problem, out, lse, d_out, d_lse, need_dbias)
     lay_out = lambda g: g.transpose(1, 2).contiguous().transpose(1, 2)
-    return *map(lay_out, grads[:3]), *(problem.q.new_empty(0) if g is None else g.contiguous() for g in grads[3:])
+    return *map(lay_out, grads[:3]), *(problem.q.new_empty(0) if g is None else g.contiguous()
+        for g in grads[3:])
 
 @_backward_op.register_fake
 def _(d_out, d_lse, out, lse, engine, need_dbias, *args):
     p = unpack(*args)
     like = lambda x: x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
     empty = lambda x, has: x.new_empty(x.shape) if has else p.q.new_empty(0)
-    return like(p.q), like(p.k), like(p.v), empty(p.bias, p.bias is not None and need_dbias), empty(p.sinks, p.sinks is not None)
+    dbias, dsinks = empty(p.bias, p.bias is not None and need_dbias), empty(p.sinks, p.sinks is not None)
+    return like(p.q), like(p.k), like(p.v), dbias, dsinks
 
 def _setup_context(ctx, inputs, output):
     (_, _, *args), (out, lse, top, engine) = inputs, output
     ctx.mark_non_differentiable(top, engine)
     ctx.set_materialize_grads(False)  # None: nobody used out, or lse
-    ctx.tensors, ctx.numbers = len(args) - 6, args[9:]
-    ctx.save_for_backward(out, lse, engine, *args[:9])
+    ctx.numbers = args[_TENSORS:]
+    ctx.save_for_backward(out, lse, engine, *args[:_TENSORS])
 
 def _backward(ctx, d_out, d_lse, *_):
     out, lse, engine, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[2:]  # of q, k, v, mask, bias, sinks
     if d_out is None: d_out = torch.zeros_like(out)
-    dq, dk, dv, dbias, dsinks = _backward_op(d_out, d_lse, out, lse, engine, needs[4], *tensors, *ctx.numbers)
+    dq, dk, dv, dbias, dsinks = _backward_op(d_out, d_lse, out, lse, engine, needs[4], *tensors,
+        *ctx.numbers)
     grads = dq, dk, dv, None, dbias if needs[4] else None, dsinks if needs[5] else None
-    return None, None, *grads, *[None] * 9
+    return None, None, *grads, *[None] * (len(ctx.needs_input_grad) - 2 - len(grads))
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
@@ -87,7 +102,8 @@ def attend(
     need_max: bool = False,  # max_scores too
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # out (B, H, L, Ev) in q's dtype; lse, max_scores (B, H, L) in the state dtype
     "Attention as one differentiable node."
-    if not isinstance(problem, AttentionProblem): raise TypeError(f"problem must be an AttentionProblem, not {type(problem).__name__}")
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(f"problem must be an AttentionProblem, not {type(problem).__name__}")
     if not isinstance(engine, str): raise TypeError(f"engine must be a str, not {type(engine).__name__}")
     check_number("need_max", need_max, bool)
     if engine and engine not in ENGINES: raise ValueError(f"{engine=} is none of {', '.join(ENGINES)}")

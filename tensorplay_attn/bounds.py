@@ -46,12 +46,13 @@ def machine(
     u, half = unit_roundoff(state), dtype != state
     fast = exp_error if exp_error is not None else FAST_EXP if half else EXP_ROUNDOFFS * u
     return Machine(f, u, u**r + 2.0**(-53 * r), unit_roundoff(dtype)**r if half else 0.0,
-        (smallest(dtype) / 2)**r if half else 0.0, EXP_ROUNDOFFS * u, fast, torch.finfo(state).smallest_normal)
+        (smallest(dtype) / 2)**r if half else 0.0, EXP_ROUNDOFFS * u, fast,
+        torch.finfo(state).smallest_normal)
 
 # %% ../nbs/15_bounds.ipynb #ea46e61e
 @dataclass(frozen=True)
 class Terms:
-    "A problem in fp64 and what the errors of its scores hang on. k and v are repeated for the group; rows are (B, H, L, 1)."
+    "A problem in fp64 and what its scores' errors hang on. k, v repeated for the group; rows are (B, H, L, 1)."
     mc: Machine
     q: Tensor; k: Tensor; v: Tensor
     scale: float
@@ -76,9 +77,11 @@ def _amax(x, dim): return x.amax(dim, keepdim=True) if x.shape[dim] else x.sum(d
 def _clean(problem):  # fp64; what is not finite is judged by kind, not by bound, so it may be anything here
     wide, number = problem.to(torch.float64), lambda t: None if t is None else t.nan_to_num(0, 0, 0)
     keep_minus = lambda t: None if t is None else torch.where(t == -math.inf, t, number(t))
-    return replace(wide, q=number(wide.q), k=number(wide.k), v=number(wide.v), bias=keep_minus(wide.bias), sinks=keep_minus(wide.sinks))
+    return replace(wide, q=number(wide.q), k=number(wide.k), v=number(wide.v), bias=keep_minus(wide.bias),
+        sinks=keep_minus(wide.sinks))
 
-def _score_error(mc, problem, q, k, x, slope, s):  # r-th power of the roundings of each score, in units of u
+def _score_error(mc, problem, q, k, x, slope, s):
+    # r-th power of the roundings of each score, in units of u
     f, r, capped, size = mc.form, mc.form.r, soft_cap(x, problem.softcap), lambda t: t.abs() ** mc.form.r
     dot = sum_error(f, q.shape[-1], q @ k.mT, q**2 @ (k**2).mT, q.abs() @ k.abs().mT)
     e = size(problem.scale * slope) * dot + 2 * size(x * slope)
@@ -100,8 +103,10 @@ def weigh(
     slope = 1 - torch.tanh(x / problem.softcap) ** 2 if problem.softcap > 0 else one
     shared = (x * slope,) if problem.softcap == 0 else (x * slope, x * slope, soft_cap(x, problem.softcap))
     score = _score_error(mc, problem, q, k, x, slope, torch.where(seen, s, 0).clamp(-1e140, 1e140))
-    return Terms(mc, q, k, v, problem.scale, s, seen, p, lse, m, top, torch.zeros_like(lse) if sinks is None else (sinks[:, None, None] - lse).exp(),
-        one if factor is None else factor, slope, torch.where(seen, score, 0), tuple(torch.where(seen, t, 0) for t in shared), _row(seen).double())
+    return Terms(mc, q, k, v, problem.scale, s, seen, p, lse, m, top,
+        torch.zeros_like(lse) if sinks is None else (sinks[:, None, None] - lse).exp(),
+        one if factor is None else factor, slope, torch.where(seen, score, 0),
+        tuple(torch.where(seen, t, 0) for t in shared), _row(seen).double())
 
 # %% ../nbs/15_bounds.ipynb #08b31ed9
 def spread(
@@ -116,7 +121,8 @@ def spread(
     return ((a * keep**2) @ v**2 - 2 * out * ((a * keep) @ v) + out**2 * _row(a)).clamp(min=0)
 
 # %% ../nbs/15_bounds.ipynb #e3dd3e08
-def _effective(t):  # terms that can round a sum of weights: what is below u of the sum can do no more than get lost
+def _effective(t):
+    # terms that can round a sum of weights: what is below u of the sum can do no more than get lost
     return _row((t.p / t.mc.u).clamp(max=1))
 
 def _rescales(t):  # tiles and merges of a row
@@ -130,7 +136,8 @@ def weight_error(t: Terms) -> Tensor:  # (B, H, L, S)
     f, (tiles, merges), off = t.mc.form, _rescales(t), torch.where(t.seen, t.s - t.m, 0)
     wander = f.rho**2 / 6 if f.r == 2 else 1.0
     merge = t.size(off) + 2 * t.size(_log_size(t)) + 1
-    return torch.where(t.seen, t.score + 2 * t.size(off) + wander * (tiles * (1 + EXP_ROUNDOFFS)**f.r + merges * merge), 0)
+    return torch.where(t.seen, t.score
+        + 2 * t.size(off) + wander * (tiles * (1 + EXP_ROUNDOFFS)**f.r + merges * merge), 0)
 
 # %% ../nbs/15_bounds.ipynb #83754d25
 def scaled_query(t: Terms) -> Tensor:  # (B, H, L, 1)
@@ -149,7 +156,8 @@ def out_error(
     n, squares, absolute, ones = _effective(t) + tiles, w**2 @ t.v**2, w @ t.v.abs(), _row(t.p)
     total = spread(r, t.p**r * e, t.keep, t.v, out)
     total = total + sum_error(f, n, out, squares, absolute) + (squares if r == 2 else absolute)
-    total = total + t.size(out) * (sum_error(f, n, ones, _row(t.p**2), ones) + 2 + merges * (t.size(_log_size(t)) + 1))
+    total = total + t.size(out) * (sum_error(f, n, ones, _row(t.p**2), ones) + 2
+        + merges * (t.size(_log_size(t)) + 1))
     total = total + spread(2, t.p, t.keep, t.v, out) ** (r / 2) * scaled_query(t)
     for c in t.shared: total = total + t.size((w * c) @ t.v - out * _row(t.p * c))
     return mc.u_r * total + (mc.in_r * t.size(w) + mc.eta_r * t.size(t.keep * t.seen)) @ t.size(t.v)
@@ -158,7 +166,8 @@ def out_error(
 def lse_error(t: Terms, e: Tensor) -> tuple[Tensor, Tensor]:  # rows
     "r-th powers of lse's error: from independent roundings, and from those common to all scores."
     f, r, (tiles, merges), ones = t.mc.form, t.mc.form.r, _rescales(t), _row(t.p)
-    own = _row(t.p**r * e) + sum_error(f, _effective(t) + tiles, ones, _row(t.p**2), ones) + _row(t.size(t.scale * t.q * (t.p @ t.k)))
+    own = _row(t.p**r * e) + sum_error(f, _effective(t) + tiles, ones, _row(t.p**2), ones)
+    own = own + _row(t.size(t.scale * t.q * (t.p @ t.k)))
     own = own + merges * (t.size(_log_size(t)) + 1) + 3 * t.size(_log_size(t)) + 2 * t.size(t.lse - t.m)
     return t.mc.u_r * own, t.mc.u_r * sum((t.size(_row(t.p * c)) for c in t.shared), torch.zeros_like(ones))
 
@@ -206,7 +215,8 @@ def allowed_forward(
 ) -> Allowed:
     "How far out, lse and max_scores of a correct engine may be from the truth, element by element."
     t = weigh(problem, form(probabilistic, failure), exp_error)
-    f, e, out, dtype, state = t.mc.form, weight_error(t), (t.p * t.keep) @ t.v, problem.q.dtype, problem.state_dtype
+    f, e, out = t.mc.form, weight_error(t), (t.p * t.keep) @ t.v
+    dtype, state = problem.q.dtype, problem.state_dtype
     big, vmax = large_errors(t, e), t.keep.amax() * _amax(t.v.abs(), 2) if t.keep.numel() else out
     exp = t.mc.fast_exp * spread(2, t.p, t.keep, t.v, out).sqrt()
     error = (bound(f, out_error(t, e, out)) + exp + big.extra * (vmax + out.abs())) / big.low
@@ -225,18 +235,20 @@ def _max_error(t):  # the largest of scores that are each off by x, and its conv
 # %% ../nbs/15_bounds.ipynb #74ab5df7
 def judge_forward(
     problem: AttentionProblem,
-    out: Tensor, lse: Tensor | None = None, max_scores: Tensor | None = None,  # an engine's answer; None is not judged
+    out: Tensor, lse: Tensor | None = None,
+    max_scores: Tensor | None = None,  # an engine's answer; None is not judged
     **knobs,  # of allowed_forward
 ) -> dict[str, Verdict]:  # "out", "lse", "max_scores"
     "Put an answer before the fp64 truth."
     want, allowed = dense_forward(problem.to(torch.float64)), allowed_forward(problem, **knobs)
     dtypes, got = (problem.q.dtype, problem.state_dtype, problem.state_dtype), (out, lse, max_scores)
-    return {name: judge(g, w, a, d) for name, g, w, a, d in zip(Allowed._fields, got, want, allowed, dtypes) if g is not None}
+    return {name: judge(g, w, a, d)
+        for name, g, w, a, d in zip(Allowed._fields, got, want, allowed, dtypes) if g is not None}
 
 # %% ../nbs/15_bounds.ipynb #bf46e74d
 @dataclass(frozen=True)
 class Chain:
-    "The backward in fp64, up to ds, and its errors: r-th powers of norms, and in _lin what adds in full. Rows are (B, H, L, 1)."
+    "The backward in fp64 up to ds, and its errors: r-th powers of norms; in _lin what adds in full. Rows (B, H, L, 1)."
     dp: Tensor; ds: Tensor  # (B, H, L, S)
     do_out: Tensor; delta: Tensor  # rows
     p_error: Tensor  # (B, H, L, S) relative error of a recomputed weight, in units of u
@@ -249,9 +261,11 @@ def delta_error(t, e, d_out, out, dp, do_out, delta, dtype):  # rows
     "r-th power of delta's error."
     f, r, mc, (tiles, merges), w, x = t.mc.form, t.mc.form.r, t.mc, _rescales(t), t.p * t.keep, d_out * out
     n, ones, off = _effective(t) + tiles, _row(t.p), dp - do_out
-    stored = mc.u_r * sum_error(f, n, out, w**2 @ t.v**2, w @ t.v.abs()) + t.size((unit_roundoff(dtype) + 2.0**-53) * out) + (smallest(dtype) / 2)**r
+    rounding = t.size((unit_roundoff(dtype) + 2.0**-53) * out) + (smallest(dtype) / 2)**r
+    stored = mc.u_r * sum_error(f, n, out, w**2 @ t.v**2, w @ t.v.abs()) + rounding
     total = _row(t.size(t.p * off) * e) + _row(t.p * off**2) ** (r / 2) * scaled_query(t)
-    total = total + t.size(do_out) * (sum_error(f, n, ones, _row(t.p**2), ones) + 2 + merges * (t.size(_log_size(t)) + 1))
+    total = total + t.size(do_out) * (sum_error(f, n, ones, _row(t.p**2), ones) + 2
+        + merges * (t.size(_log_size(t)) + 1))
     total = total + sum_error(f, out.shape[-1], do_out, _row(x**2), _row(x.abs())) + t.size(delta)
     return mc.u_r * total + _row(t.size(d_out) * stored) + _row(mc.in_r * t.size(t.p * dp) + mc.eta_r * t.size(dp))
 
@@ -271,7 +285,8 @@ def chain(
     far = big.extra / big.low * _amax(torch.where(t.seen, (dp - do_out).abs(), 0), -1)
     lse_lin = mc.fast_exp + torch.fmin(big.extra / big.low, big.lse)
     x = t.units(p_error + sum(t.size(c) for c in t.shared)) + bound(f, lse + common) + lse_lin
-    return Chain(dp, ds, do_out, delta, p_error, ds_error, lse, lse_lin, delta_error(t, e, d_out, out, dp, do_out, delta, problem.q.dtype),
+    return Chain(dp, ds, do_out, delta, p_error, ds_error, lse, lse_lin,
+        delta_error(t, e, d_out, out, dp, do_out, delta, problem.q.dtype),
         mc.fast_exp * _row(t.p * (dp - do_out)**2).sqrt() + far, growth(t.s - t.lse, x) + mc.tiny * t.seen)
 
 # %% ../nbs/15_bounds.ipynb #8d037f19
@@ -284,7 +299,8 @@ def shared_errors(t: Terms, c: Chain) -> list[tuple[Tensor, Tensor]]:  # (B, H, 
     return moved
 
 # %% ../nbs/15_bounds.ipynb #f969bb01
-def _slope_error(t, c, softcap):  # r-th power of what the slope's rounding does to ds * slope, in units of u
+def _slope_error(t, c, softcap):
+    # r-th power of what the slope's rounding does to ds * slope, in units of u
     if softcap == 0: return torch.zeros_like(c.ds)
     r = t.mc.form.r
     return t.size(c.ds) * (2**r * (1 - t.slope) ** (r / 2) * (t.score / softcap**r + 2) + 2)
@@ -305,7 +321,8 @@ def _over_scores(t, c):  # (B, H, L, S) what adds to ds in full, besides lse and
 # %% ../nbs/15_bounds.ipynb #467ed323
 def _dx(problem, t, c, moved):  # ds before the softcap, its independent error, and what moves all of it
     dx = c.ds * t.slope
-    a = c.ds_error * t.size(t.slope) + t.mc.u_r * (_slope_error(t, c, problem.softcap) + t.size(dx)) + t.mc.in_r * t.size(dx) + t.mc.eta_r * t.seen
+    a = c.ds_error * t.size(t.slope) + t.mc.u_r * (_slope_error(t, c, problem.softcap) + t.size(dx))
+    a = a + t.mc.in_r * t.size(dx) + t.mc.eta_r * t.seen
     zs = [z * t.slope for _, z in moved]
     if problem.softcap > 0: zs.append(-2 * c.ds * t.shared[0] * t.shared[2] / problem.softcap**2)
     return dx, a, zs
@@ -314,7 +331,8 @@ def dq_allowed(problem, t, c, moved) -> Tensor:  # (B, H, L, E)
     "How far dq may be off."
     f, r, u_r, (dx, a, zs), px = t.mc.form, t.mc.form.r, t.mc.u_r, _dx(problem, t, c, moved), t.p * t.slope
     dq, pk, k = dx @ t.k, px @ t.k, t.k
-    e = product_error(t, a, dx, k, t.n + _rescales(t)[0]) + c.lse * t.size(dq) + c.row * t.size(pk) + u_r * sum(t.size(z @ k) for z in zs)
+    e = product_error(t, a, dx, k, t.n + _rescales(t)[0]) + c.lse * t.size(dq) + c.row * t.size(pk)
+    e = e + u_r * sum(t.size(z @ k) for z in zs)
     e = e + u_r * scaled_query(t) * ((t.p * (c.dp - c.delta)**2 * t.slope**2) @ k**2) ** (r / 2)
     lin = (_over_scores(t, c) * t.slope) @ k.abs() + c.lse_lin * dq.abs() + c.row_lin * pk.abs()
     return rounded(t.scale * dq, abs(t.scale) * (bound(f, e) + lin), problem.q.dtype, t.n > 0)
@@ -326,14 +344,16 @@ def dk_allowed(problem, t, c, moved) -> Tensor:  # (B, Hkv, S, E)
     a, lin, dx, q, seen, *zs = (fold(y, Hkv) for y in (a, lin, dx, t.q, t.seen, *zs))
     n = seen.sum(-2)[..., None].double()
     e = product_error(t, a.mT, dx.mT, q, n) + t.mc.u_r * sum(t.size(z.mT @ q) for z in zs)
-    return rounded(t.scale * dx.mT @ q, abs(t.scale) * (bound(t.mc.form, e) + lin.mT @ q.abs()), problem.k.dtype, n > 0)
+    return rounded(t.scale * dx.mT @ q, abs(t.scale) * (bound(t.mc.form, e) + lin.mT @ q.abs()),
+        problem.k.dtype, n > 0)
 
 def dv_allowed(problem, t, c, moved, d_out) -> Tensor:  # (B, Hkv, S, Ev)
     "How far dv may be off."
     w, Hkv = t.p * t.keep, problem.sizes[2]
     a = t.size(w) * (t.mc.u_r * (c.p_error + 1) + c.lse + t.mc.in_r) + t.mc.eta_r * t.size(t.keep) * t.seen
     lin = (t.mc.exp + c.lse_lin) * w + c.over * t.keep
-    w, a, lin, do, seen, *zs = (fold(y, Hkv) for y in (w, a, lin, d_out, t.seen, *(z * t.keep for z, _ in moved)))
+    w, a, lin, do, seen, *zs = (fold(y, Hkv)
+        for y in (w, a, lin, d_out, t.seen, *(z * t.keep for z, _ in moved)))
     n = seen.sum(-2)[..., None].double()
     e = product_error(t, a.mT, w.mT, do, n) + t.mc.u_r * sum(t.size(z.mT @ do) for z in zs)
     return rounded(w.mT @ do, bound(t.mc.form, e) + lin.mT @ do.abs(), problem.v.dtype, n > 0)
@@ -341,9 +361,11 @@ def dv_allowed(problem, t, c, moved, d_out) -> Tensor:  # (B, Hkv, S, Ev)
 # %% ../nbs/15_bounds.ipynb #3495a94c
 def dbias_allowed(problem, t, c, moved) -> Tensor:  # of bias's shape
     "How far dbias may be off."
-    f, shape, u_r, fit = t.mc.form, problem.bias.shape, t.mc.u_r, lambda x: x.sum_to_size(problem.bias.shape)
+    f, shape, u_r = t.mc.form, problem.bias.shape, t.mc.u_r
+    fit = lambda x: x.sum_to_size(problem.bias.shape)
     along = _row if shape[-1] == 1 else lambda x: x  # errors common to a row add up with their signs along it
-    a = fit(c.ds_error + (u_r + t.mc.in_r) * t.size(c.ds) + t.mc.eta_r * t.seen) + fit(c.lse * t.size(along(c.ds)) + c.row * t.size(along(t.p)))
+    a = fit(c.ds_error + (u_r + t.mc.in_r) * t.size(c.ds) + t.mc.eta_r * t.seen)
+    a = a + fit(c.lse * t.size(along(c.ds)) + c.row * t.size(along(t.p)))
     a, value, n = a + u_r * sum(t.size(fit(z)) for _, z in moved), fit(c.ds), fit(t.seen.double())
     if shape != c.ds.shape: a = a + u_r * sum_error(f, n, value, fit(c.ds**2), fit(c.ds.abs()))
     lin = fit(_over_scores(t, c) + c.lse_lin * c.ds.abs() + c.row_lin * t.p)
@@ -355,7 +377,8 @@ def dsinks_allowed(problem, t, c) -> Tensor:  # (H,)
     x, argument = ps * c.delta, torch.where(ps > 0, ps.log(), 0)
     a = fit(u_r * t.size(x) * (t.size(argument) + 3) + t.size(x) * c.lse + t.size(ps) * c.row)
     a = a + u_r * sum_error(f, x.shape[0] * x.shape[2], fit(x), fit(x**2), fit(x.abs()))
-    for y in t.shared: a = a + u_r * t.size(fit(ps * (_row(t.p * y * (c.dp - c.do_out)) - _row(t.p * y) * c.delta)))
+    for y in t.shared:
+        a = a + u_r * t.size(fit(ps * (_row(t.p * y * (c.dp - c.do_out)) - _row(t.p * y) * c.delta)))
     lin = fit(x.abs() * (t.mc.exp + c.lse_lin) + ps * c.row_lin + t.mc.tiny * c.delta.abs())
     return rounded(fit(x), bound(f, a) + lin, problem.sinks.dtype, torch.ones_like(a, dtype=torch.bool))
 
@@ -365,15 +388,18 @@ def allowed_backward(
     d_out: Tensor,  # (B, H, L, Ev)
     d_lse: Tensor | None = None,  # (B, H, L); None: nobody used lse
     *,
-    probabilistic: bool = True, failure: float = 1e-9, exp_error: float | None = None,  # as in allowed_forward
+    probabilistic: bool = True, failure: float = 1e-9,
+    exp_error: float | None = None,  # as in allowed_forward
 ) -> Gradients:  # of bounds
     "How far the gradients of a correct engine may be from the truth; it was given its own forward's out and lse."
     t = weigh(problem, form(probabilistic, failure), exp_error)
     d_out, d_lse = (None if x is None else x.double().nan_to_num(0, 0, 0) for x in (d_out, d_lse))
     c = chain(problem, t, d_out, d_lse)
     moved = shared_errors(t, c)
-    return Gradients(dq_allowed(problem, t, c, moved), dk_allowed(problem, t, c, moved), dv_allowed(problem, t, c, moved, d_out),
-        None if problem.bias is None else dbias_allowed(problem, t, c, moved), None if problem.sinks is None else dsinks_allowed(problem, t, c))
+    return Gradients(dq_allowed(problem, t, c, moved), dk_allowed(problem, t, c, moved),
+        dv_allowed(problem, t, c, moved, d_out),
+        None if problem.bias is None else dbias_allowed(problem, t, c, moved),
+        None if problem.sinks is None else dsinks_allowed(problem, t, c))
 
 def judge_backward(
     problem: AttentionProblem,
@@ -383,7 +409,8 @@ def judge_backward(
 ) -> dict[str, Verdict]:  # "dq", "dk", "dv", "dbias", "dsinks", those that the problem has
     "Put gradients before the fp64 truth."
     wide, allowed = problem.to(torch.float64), allowed_backward(problem, d_out, d_lse, **knobs)
-    want = dense_backward(wide, *dense_forward(wide)[:2], d_out.double(), None if d_lse is None else d_lse.double())
+    want = dense_backward(wide, *dense_forward(wide)[:2], d_out.double(),
+        None if d_lse is None else d_lse.double())
     tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks)
     rows = zip(Gradients._fields, gradients, want, allowed, tensors)
     return {name: judge(g, w, a, x.dtype) for name, g, w, a, x in rows if x is not None and g is not None}

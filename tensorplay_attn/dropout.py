@@ -62,7 +62,7 @@ def _upper(x):
     return x << 32 if isinstance(x, Tensor) else ((x & WORD ^ 2**31) - 2**31) << 32
 
 def _rounds(k0, k1, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "Philox of words 0 and 2 centred, 1 and 3 in the high half; the results are in the high half, 0 and 2 of them centred."
+    "Philox; words 0 and 2 come in centred, 1 and 3 in the high half; all go out in the high half, 0 and 2 centred."
     for r in range(10):
         if r == 3: c1, c3 = (c.expand(c0.shape).contiguous() for c in (c1, c3))
         (c0, c1), (c2, c3) = (_half_round(c2, B, c1, _upper(k0 + r * WA), r == 9, r >= 3),
@@ -145,7 +145,8 @@ def keep_mask(
     return (fold(word) >= t) & (dropout_p < 1)
 
 # %% ../nbs/11_dropout.ipynb #9675640d
-def _inside(z: Tensor, bound: int) -> Tensor:  # 1 where the high half x has -bound <= x < bound, else 0; overwrites z
+def _inside(z: Tensor, bound: int) -> Tensor:
+    # 1 where the high half x has -bound <= x < bound, else 0; overwrites z
     "Compare a signed word in the high half with both ends of a range."
     z ^= z >> 63
     return torch.lt(z, bound << 32, out=z)

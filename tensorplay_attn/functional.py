@@ -37,9 +37,12 @@ def _batch_axes(query, key, value):  # the axes before (heads, length, size), br
     named = {"query": query, "key": key, "value": value}
     for name, t in named.items():
         check_dense(name, t)
-        if t.ndim < 2: raise ValueError(f"{name} must have at least 2 dimensions (..., length, size): {name}.shape={tuple(t.shape)}")
-    if not query.ndim == key.ndim == value.ndim: raise ValueError(f"query, key and value differ in rank: {query.ndim=}, {key.ndim=}, {value.ndim=}")
+        if t.ndim < 2:
+            raise ValueError(f"{name} must have at least 2 dimensions (..., length, size): {name}.shape={tuple(t.shape)}")
+    if not query.ndim == key.ndim == value.ndim:
+        raise ValueError(f"query, key and value differ in rank: {query.ndim=}, {key.ndim=}, {value.ndim=}")
     check_sizes(query, key, value)
+    if query.shape[:-3] == key.shape[:-3] == value.shape[:-3]: return query.shape[:-3]
     try: return torch.broadcast_shapes(*(t.shape[:-3] for t in named.values()))
     except RuntimeError:
         shapes = ", ".join(f"{name}.shape={tuple(t.shape)}" for name, t in named.items())
@@ -47,6 +50,7 @@ def _batch_axes(query, key, value):  # the axes before (heads, length, size), br
 
 def _four_axes(t, batch):  # (batch, heads, length, size)
     if t.ndim < 4: return t[(None,) * (4 - t.ndim)]
+    if t.ndim == 4 and t.shape[:1] == batch: return t
     return t.expand(*batch, *t.shape[-3:]).flatten(0, -4)
 
 def _four_axes_mask(attn_mask, batch, size):  # a mask over more batch axes than one; size (H, L, S)
@@ -54,7 +58,8 @@ def _four_axes_mask(attn_mask, batch, size):  # a mask over more batch axes than
     check_dense("attn_mask", attn_mask)
     size = (*batch, *size)
     if attn_mask.ndim > len(size) or not all(m in (1, n) for m, n in zip(attn_mask.shape[::-1], size[::-1])):
-        raise ValueError(f"attn_mask does not broadcast to (batch, heads, queries, keys): {tuple(attn_mask.shape)=}, {size=}")
+        shapes = f"{tuple(attn_mask.shape)=}, {size=}"
+        raise ValueError(f"attn_mask does not broadcast to (batch, heads, queries, keys): {shapes}")
     if attn_mask.ndim < 4: return attn_mask
     if attn_mask.shape[:-3].numel() == 1: return attn_mask.reshape(1, *attn_mask.shape[-3:])
     return attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
@@ -64,37 +69,43 @@ def scaled_dot_product_attention(
     query: Tensor,  # (..., H, L, E) fp64, fp32, fp16 or bf16; rank 2 and up
     key: Tensor,  # (..., Hkv, S, E)
     value: Tensor,  # (..., Hkv, S, Ev)
-    attn_mask: Tensor | None = None,  # bool (True takes part) or floating (added to the scores), broadcastable to (..., H, L, S)
+    attn_mask: Tensor | None = None,  # bool (True takes part) or floating (added), broadcastable to (..., H, L, S)
     dropout_p: float = 0.0,  # share of weights dropped, 0 to 1
-    is_causal: bool = False,  # query i sees key j when j <= i (+ S - L with alignment="lower_right"); together with a mask: both
+    is_causal: bool = False,  # query i sees key j when j <= i (lower_right: i + S - L); with a mask: both hold
     scale: float | None = None,  # multiplies the scores; None: 1/sqrt(E)
-    enable_gqa: bool = False,  # needed when H is a multiple of Hkv and not equal: heads h*G ... h*G + G-1 share key head h
+    enable_gqa: bool = False,  # needed when H is a multiple of Hkv: heads h*G ... h*G + G-1 share key head h
     *,
     alignment: str = "upper_left",  # or "lower_right": where the first query stands among the keys
-    window_size: tuple[int, int] = (-1, -1),  # keys seen to the left and to the right of a query's position; -1: all
+    window_size: tuple[int, int] = (-1, -1),  # keys seen left and right of a query's position; -1: all
     softcap: float = 0.0,  # scores become softcap * tanh(scores / softcap); 0: no
     sinks: Tensor | None = None,  # (H,) floating: a logit a head that takes weight and gives nothing
     return_aux: AuxRequest | None = None,  # what else to return
 ) -> Tensor | tuple[Tensor, AuxOutput]:  # (..., H, L, Ev) in query's dtype; with return_aux, also an AuxOutput
-    """Attention by the rule of page 00, differentiable in query, key, value, a floating attn_mask, sinks, and through lse.
+    """Attention by the rule of page 00_problem, differentiable in query, key, value, a floating attn_mask, sinks, and
+    through lse.
 
-    Raises TypeError for wrong types, ValueError for sizes, ranges and combinations, RuntimeError when no permitted backend can run the call.
+    Raises TypeError for wrong types, ValueError for sizes, ranges and combinations, RuntimeError when no permitted
+    backend can run the call.
     """
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(f"return_aux must be an AuxRequest, not {type(return_aux).__name__}")
-    for name, asked in (return_aux or AuxRequest())._asdict().items(): check_number(f"return_aux.{name}", asked, bool)
+    for name, asked in (return_aux or AuxRequest())._asdict().items():
+        check_number(f"return_aux.{name}", asked, bool)
     check_number("enable_gqa", enable_gqa, bool)
     check_dropout(dropout_p)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     batch = _batch_axes(query, key, value)
     q, k, v = (_four_axes(t, batch) for t in (query, key, value))
     mask = _four_axes_mask(attn_mask, batch, (*q.shape[1:3], k.shape[2]))
-    problem = make_problem(q, k, v, mask, is_causal=is_causal, scale=scale, window_size=window_size, alignment=alignment,
+    problem = make_problem(q, k, v, mask, is_causal=is_causal, scale=scale, window_size=window_size,
+        alignment=alignment,
         softcap=softcap, sinks=sinks)
     check_gqa(query, key, enable_gqa)
-    if dropout_p > 0: problem = replace(problem, dropout_p=float(dropout_p), seed=new_seed(query.device))  # last: a refused call draws nothing
+    # last: a refused call draws nothing
+    if dropout_p > 0: problem = replace(problem, dropout_p=float(dropout_p), seed=new_seed(query.device))
     out, lse, top = attend(problem, need_max=return_aux is not None and return_aux.max_scores)
-    out = out.reshape(*query.shape[:-1], v.shape[-1]) if query.ndim < 4 else out.unflatten(0, batch)
+    if query.ndim < 4: out = out.reshape(*query.shape[:-1], v.shape[-1])
+    if query.ndim > 4: out = out.unflatten(0, batch)
     if return_aux is None: return out
     rows = lambda t, asked: t.reshape(out.shape[:-1]) if asked else None
     return out, AuxOutput(rows(lse, return_aux.lse), rows(top, return_aux.max_scores))

@@ -57,14 +57,15 @@ def dense_backward(
 ) -> Gradients:
     "Every gradient, with the whole score matrix in memory."
     (B, H, Hkv, L, S, E, _), dtype, where = problem.sizes, problem.state_dtype, everything(problem)
-    q, k, v, do, delta = problem.q.to(dtype), problem.k.to(dtype), problem.v.to(dtype), d_out.to(dtype), row_delta(out, d_out, d_lse, dtype)
-    x = raw_scores(problem)
-    s = mask_scores(problem, x, *where)
+    q, k, v, do = (t.to(dtype) for t in (problem.q, problem.k, problem.v, d_out))
+    delta = row_delta(out, d_out, d_lse, dtype)
+    capped = raw_scores(problem)
+    s = mask_scores(problem, capped, *where)
     seen, p, factor = s != -math.inf, recompute_weights(s, lse), dropout_factor(problem, *where)
     dp = product(fold(do, Hkv), v.mT).reshape(B, H, L, S)
     if factor is not None: dp = dp * factor
     ds = torch.where(seen, p * (dp - delta[..., None]), 0)
-    dx = (ds if problem.softcap == 0 else ds * (1 - (x / problem.softcap) ** 2)) * problem.scale
+    dx = (ds if problem.softcap == 0 else ds * (1 - (capped / problem.softcap) ** 2)) * problem.scale
     dx, seen, w = fold(dx, Hkv), fold(seen, Hkv), fold(p if factor is None else p * factor, Hkv)
     dq = weighted_sum(dx, k, seen).reshape(B, H, L, E)
     dk = weighted_sum(dx.mT, fold(q, Hkv), seen.mT)

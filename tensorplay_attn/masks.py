@@ -20,10 +20,13 @@ def mod_arity(
 ) -> int:  # 4 or 5
     "How many indices a user's function takes; anything but 4 or 5 is a TypeError."
     if not callable(mod_fn): raise TypeError(f"a mod must be callable, not {type(mod_fn).__name__}")
-    try: parameters = inspect.signature(mod_fn.forward if isinstance(mod_fn, nn.Module) else mod_fn).parameters.values()
-    except (ValueError, TypeError) as e: raise TypeError(f"the parameters of {mod_name(mod_fn)} cannot be read: {e}") from e
+    try:
+        parameters = inspect.signature(mod_fn.forward if isinstance(mod_fn, nn.Module) else mod_fn).parameters.values()
+    except (ValueError, TypeError) as e:
+        raise TypeError(f"the parameters of {mod_name(mod_fn)} cannot be read: {e}") from e
     missing = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
-    if missing: raise TypeError(f"{mod_name(mod_fn)} cannot be called with indices alone, it needs {', '.join(missing)}")
+    if missing:
+        raise TypeError(f"{mod_name(mod_fn)} cannot be called with indices alone, it needs {', '.join(missing)}")
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = sum(p.default is p.empty for p in positional)
     for n in (required, len(positional)):
@@ -41,7 +44,8 @@ def index_tensors(
     device=None,
 ) -> tuple[Tensor, ...]:  # b (B,1,1,1), h (1,H,1,1), q_idx (1,1,L,1), kv_idx (1,1,1,S), int64
     "Indices of every element, as four tensors that broadcast."
-    return tuple(torch.arange(n, device=device).view([-1 if a == d else 1 for a in range(4)]) for d, n in enumerate((B, H, L, S)))
+    return tuple(torch.arange(n, device=device).view([-1 if a == d else 1 for a in range(4)])
+        for d, n in enumerate((B, H, L, S)))
 
 def ask(
     mask_mod,  # (b, h, q_idx, kv_idx) -> bool
@@ -49,8 +53,10 @@ def ask(
 ) -> Tensor:  # bool, broadcastable to what the indices broadcast to
     "Call a mask_mod and hold it to its word: a bool tensor or a TypeError."
     keep = mask_mod(*indices)
-    if not isinstance(keep, Tensor): raise TypeError(f"a mask_mod must return a bool tensor: {mod_name(mask_mod)} returned {type(keep).__name__}")
-    if keep.dtype != torch.bool: raise TypeError(f"a mask_mod must return a bool tensor: {mod_name(mask_mod)} returned {keep.dtype}")
+    if not isinstance(keep, Tensor):
+        raise TypeError(f"a mask_mod must return a bool tensor: {mod_name(mask_mod)} returned {type(keep).__name__}")
+    if keep.dtype != torch.bool:
+        raise TypeError(f"a mask_mod must return a bool tensor: {mod_name(mask_mod)} returned {keep.dtype}")
     return keep
 
 # %% ../nbs/02_masks.ipynb #7352cc45
@@ -67,22 +73,27 @@ def ask_score(
     return ~score.isneginf()
 
 # %% ../nbs/02_masks.ipynb #914bc0db
-def _answer(ask_fn, mod_fn, indices, size):  # ask, explain what goes wrong, check the shape; (B, H, L, S) bool
+def _answer(ask_fn, mod_fn, indices, size):
+    # ask, explain what goes wrong, check the shape; (B, H, L, S) bool
     try: keep = ask_fn(mod_fn, *indices)
     except RuntimeError as e:
         if "ambiguous" not in str(e): raise
-        raise TypeError(f"{mod_name(mod_fn)} branches on the values of indices; a mod answers for many at once: use torch.where, & and |") from e
+        raise TypeError(f"{mod_name(mod_fn)} branches on the values of indices; a mod answers for many at once: "
+                        "use torch.where, & and |") from e
     except IndexError as e:
-        raise IndexError(f"{mod_name(mod_fn)} reads a captured tensor out of range, or in two steps where one is meant, t[b, q_idx]: {e}") from e
+        raise IndexError(f"{mod_name(mod_fn)} reads a captured tensor out of range, or in two steps where one is meant, "
+                         f"t[b, q_idx]: {e}") from e
     try: return keep.expand(size)
     except RuntimeError as e:
-        raise ValueError(f"{mod_name(mod_fn)} answers with shape {tuple(keep.shape)}, which does not broadcast to (B, H, Q_LEN, KV_LEN)={size}; "
-                         f"captured tensors are indexed in one step, t[b, q_idx], and reductions name their axis") from e
+        raise ValueError(f"{mod_name(mod_fn)} answers with shape {tuple(keep.shape)}, which does not broadcast to "
+                         f"(B, H, Q_LEN, KV_LEN)={size}; captured tensors are indexed in one step, t[b, q_idx], "
+                         "and reductions name their axis") from e
 
 def _check_pointwise(ask_fn, mod_fn, keep):  # the corners of the 4-D box, each asked alone
     if keep.numel() == 0: return
     for at in sorted(set(itertools.product(*((0, n - 1) for n in keep.shape)))):
-        alone = _answer(ask_fn, mod_fn, [torch.full((1, 1, 1, 1), i, device=keep.device) for i in at], (1, 1, 1, 1))
+        alone = _answer(ask_fn, mod_fn, [torch.full((1, 1, 1, 1), i, device=keep.device) for i in at],
+            (1, 1, 1, 1))
         if alone.item() != keep[at].item():
             raise ValueError(f"{mod_name(mod_fn)} is no function of one element: at (b, h, q_idx, kv_idx)={at} it says "
                              f"{alone.item()} alone and {keep[at].item()} among others")
@@ -97,7 +108,8 @@ def create_mask(
 ) -> Tensor:  # (B, H, Q_LEN, KV_LEN) bool, True takes part
     "Ask a mod about every element."
     ask_fn = ask if mod_arity(mod_fn) == 4 else ask_score
-    size = tuple(1 if n is None and name in "BH" else n for name, n in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)))
+    size = tuple(1 if n is None and name in "BH" else n
+        for name, n in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)))
     for name, n in zip(("B", "H", "Q_LEN", "KV_LEN"), size):
         check_number(name, n, int)
         if n < 0: raise ValueError(f"{name} must not be negative: {name}={n}")
@@ -154,9 +166,11 @@ def _check_ints(name, x, ndims=(1,), low=0):  # an int, or an integer tensor of 
     if not isinstance(x, Tensor):
         check_number(name, x, int)
         if low is not None and x < low: raise ValueError(f"{name} must be at least {low}: {name}={x}")
-    elif x.dtype == torch.bool or x.is_floating_point() or x.is_complex(): raise TypeError(f"{name} must hold integers: {name}.dtype={x.dtype}")
-    elif x.ndim not in ndims: raise ValueError(f"{name} must have rank {' or '.join(map(str, ndims))}: {name}.shape={tuple(x.shape)}" if ndims
-                                           else f"{name} must be an int, not a tensor: {name}.shape={tuple(x.shape)}")
+    elif x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+        raise TypeError(f"{name} must hold integers: {name}.dtype={x.dtype}")
+    elif x.ndim not in ndims:
+        what = f"have rank {' or '.join(map(str, ndims))}" if ndims else "be an int, not a tensor"
+        raise ValueError(f"{name} must {what}: {name}.shape={tuple(x.shape)}")
 
 def _of(x, b):  # a number for all, or the batch entry's own
     return x[b] if isinstance(x, Tensor) else x
@@ -209,7 +223,9 @@ def document_mask(
         if not isinstance(x, Tensor): raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
         _check_ints(name, x, (1, 2))
     def document(b, h, q_idx, kv_idx):
-        return (ids[q_idx] if ids.ndim == 1 else ids[b, q_idx]) == (kv_ids[kv_idx] if kv_ids.ndim == 1 else kv_ids[b, kv_idx])
+        mine = ids[q_idx] if ids.ndim == 1 else ids[b, q_idx]
+        theirs = kv_ids[kv_idx] if kv_ids.ndim == 1 else kv_ids[b, kv_idx]
+        return mine == theirs
     return document
 
 # %% ../nbs/02_masks.ipynb #e359f358
@@ -253,7 +269,8 @@ def padding_mask(
     lengths: Tensor,  # (B,) integers: keys that exist
 ):  # a mask_mod
     "Only keys within the batch entry's length."
-    if not isinstance(lengths, Tensor): raise TypeError(f"lengths must be a tensor, not {type(lengths).__name__}")
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"lengths must be a tensor, not {type(lengths).__name__}")
     _check_ints("lengths", lengths)
     def padding(b, h, q_idx, kv_idx): return kv_idx < lengths[b]
     return padding

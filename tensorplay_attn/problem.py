@@ -25,7 +25,8 @@ def alignment_shift(
     S: int,  # keys
 ) -> int:  # query i stands at position i + shift
     "How far queries are shifted against keys."
-    if not isinstance(alignment, str): raise TypeError(f"alignment must be a str, not {type(alignment).__name__}")
+    if not isinstance(alignment, str):
+        raise TypeError(f"alignment must be a str, not {type(alignment).__name__}")
     if alignment not in ALIGNMENTS: raise ValueError(f"{alignment=} is none of {ALIGNMENTS}")
     return S - L if alignment == "lower_right" else 0
 
@@ -48,7 +49,8 @@ def visible_range(
     return 0 if left < 0 else max(0, p - left), S if right < 0 else min(S, p + right + 1)
 
 # %% ../nbs/00_problem.ipynb #fa93bafa
-STATE_DTYPE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+STATE_DTYPE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.float16: torch.float32,
+    torch.bfloat16: torch.float32}
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
@@ -66,7 +68,7 @@ class AttentionProblem:
     shift: int | Tensor = 0  # query i stands at i + shift; an int, or (B,) int64
     dropout_p: float = 0.0  # share of weights dropped
     seed: Tensor | None = None  # (2,) int64 [seed, offset] of the dropout bits
-    origin: tuple[int, int, int, int] = (0, 0, 0, 0)  # where weight (b, h, i, j) = 0 lies in the caller's problem: dropout counts from there
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0)  # (b, h, i, j) of its first weight where dropout counts
 
     @property
     def sizes(self) -> tuple[int, ...]:  # (B, H, Hkv, L, S, E, Ev)
@@ -81,8 +83,10 @@ class AttentionProblem:
     def state_dtype(self) -> torch.dtype:  # of m, l, acc, lse, delta: fp32, fp64 for fp64
         return STATE_DTYPE[self.q.dtype]
 
-    def to(self, dtype: torch.dtype) -> "AttentionProblem":  # the same problem with every floating tensor in dtype
-        cast = {n: t.to(dtype) for n in ("q", "k", "v", "bias", "sinks") if (t := getattr(self, n)) is not None}
+    def to(self, dtype: torch.dtype) -> "AttentionProblem":
+        # the same problem with every floating tensor in dtype
+        cast = {n: t.to(dtype) for n in ("q", "k", "v", "bias", "sinks")
+            if (t := getattr(self, n)) is not None}
         return replace(self, **cast)
 
 # %% ../nbs/00_problem.ipynb #9c3b75e3
@@ -130,11 +134,15 @@ def _all(keep):  # AND of a list of bool tensors, None for none
     return None if not keep else keep[0] if len(keep) == 1 else keep[0] & _all(keep[1:])
 
 # %% ../nbs/00_problem.ipynb #32dc434f
-def check_dense(name: str, t) -> None:
+def check_dense(
+    name: str,  # what the message calls it; so in all checks
+    t,  # anything
+) -> None:
     "A tensor whose numbers lie at strides: not sparse, not nested."
     if not isinstance(t, Tensor): raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")
     if t.layout != torch.strided or t.is_nested:
-        raise TypeError(f"{name} must be a dense strided tensor: {name}.layout={t.layout}{' and nested' if t.is_nested else ''}")
+        nested = " and nested" if t.is_nested else ""
+        raise TypeError(f"{name} must be a dense strided tensor: {name}.layout={t.layout}{nested}")
 
 def heads(t: Tensor) -> int:  # 1 for rank 2
     "The heads of a tensor (..., heads, length, size)."
@@ -147,76 +155,106 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.shape[-1] != key.shape[-1]: raise ValueError(f"query and key differ in head size: {shapes}")
     if key.shape[-2] != value.shape[-2]: raise ValueError(f"key and value differ in length: {shapes}")
     if Hkv != heads(value): raise ValueError(f"key and value differ in head count: {shapes}")
-    if Hkv == 0 and H > 0 or Hkv > 0 and H % Hkv: raise ValueError(f"query heads must be a multiple of key heads: {shapes}")
+    if Hkv == 0 and H > 0 or Hkv > 0 and H % Hkv:
+        raise ValueError(f"query heads must be a multiple of key heads: {shapes}")
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     "q, k, v: strided tensors of one supported floating dtype on one device, of rank 4 and matching sizes."
     named = {"query": query, "key": key, "value": value}
     for name, t in named.items():
         check_dense(name, t)
-        if t.dtype not in STATE_DTYPE: raise TypeError(f"{name}.dtype={t.dtype} is not supported: use float64, float32, float16 or bfloat16")
+        if t.dtype not in STATE_DTYPE:
+            raise TypeError(f"{name}.dtype={t.dtype} is not supported: use float64, float32, float16 or bfloat16")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value differ in dtype: {query.dtype=}, {key.dtype=}, {value.dtype=}")
     if not query.device == key.device == value.device:
-        raise ValueError(f"query, key and value are on different devices: {query.device=}, {key.device=}, {value.device=}")
+        devices = f"{query.device=}, {key.device=}, {value.device=}"
+        raise ValueError(f"query, key and value are on different devices: {devices}")
     for name, t in named.items():
-        if t.ndim != 4: raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, size): {name}.shape={tuple(t.shape)}")
+        if t.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, size): {name}.shape={tuple(t.shape)}")
     check_sizes(query, key, value)
     if not all(t.shape[0] in (1, query.shape[0]) for t in (key, value)):
-        raise ValueError("key and value batch must be 1 or the query's: " + ", ".join(f"{name}.shape={tuple(t.shape)}" for name, t in named.items()))
+        raise ValueError("key and value batch must be 1 or the query's: "
+            + ", ".join(f"{name}.shape={tuple(t.shape)}" for name, t in named.items()))
 
 # %% ../nbs/00_problem.ipynb #c445ea69
 def _kind(x):  # the name of a type, with its module where the name alone could be a builtin's
     t = type(x)
     return t.__name__ if t.__module__ in ("builtins", "torch") else f"{t.__module__}.{t.__name__}"
 
-def check_number(name: str, x, kind=float) -> None:
+def check_number(
+    name: str, x,  # anything
+    kind: type = float,  # bool, int or float
+) -> None:
     "A plain number of the kind: bool is not one, NaN and infinity are refused."
     if kind is bool:
         if not isinstance(x, bool): raise TypeError(f"{name} must be a bool, not {_kind(x)}")
         return
-    kinds = (numbers.Integral, torch.SymInt) if kind is int else (numbers.Real, torch.SymInt, torch.SymFloat)  # numpy's scalars among them
+    # numpy's scalars among them
+    kinds = (numbers.Integral, torch.SymInt) if kind is int else (numbers.Real, torch.SymInt, torch.SymFloat)
     if isinstance(x, (bool, Tensor)) or not isinstance(x, kinds):
         raise TypeError(f"{name} must be {'an int' if kind is int else 'a float'}, not {_kind(x)}")
     if kind is float and isinstance(x, numbers.Real) and not abs(x) <= sys.float_info.max:
-        raise ValueError(f"{name} must be finite: {name}={f'an int of {x.bit_length()} bits' if isinstance(x, int) else x}")
+        value = f"an int of {x.bit_length()} bits" if isinstance(x, int) else x
+        raise ValueError(f"{name} must be finite: {name}={value}")
 
 FAR = 2**60  # a distance beyond any length that can be added to a position in 64 bits
 
-def check_window(window_size) -> tuple[int, int]:
+def check_window(
+    window_size,  # (left, right)
+) -> tuple[int, int]:
     "A pair of ints, each -1 or more; distances beyond any length become FAR."
-    if not isinstance(window_size, (tuple, list)): raise TypeError(f"window_size must be a pair of ints, not {type(window_size).__name__}")
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"window_size must be a pair of ints, not {type(window_size).__name__}")
     if len(window_size) != 2: raise ValueError(f"window_size must be a pair (left, right): {window_size=}")
     for x in window_size: check_number("window_size", x, int)
-    if min(window_size) < -1: raise ValueError(f"window_size counts keys, -1 means unlimited: {window_size=}")
+    if min(window_size) < -1:
+        raise ValueError(f"window_size counts keys, -1 means unlimited: {window_size=}")
     return tuple(min(int(x), FAR) if isinstance(x, numbers.Integral) else x for x in window_size)
 
-def check_mask(attn_mask, size: tuple[int, ...], device) -> Tensor:
-    "A bool or floating mask of rank 0 to 4 that broadcasts to size; returned 4-D."
+def check_mask(
+    attn_mask,
+    size: tuple[int, ...],  # (B, H, L, S)
+    device: torch.device,  # the query's
+) -> Tensor:  # 4-D, a view
+    "A bool or floating mask of rank 0 to 4 that broadcasts to size."
     check_dense("attn_mask", attn_mask)
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in STATE_DTYPE:
         raise TypeError(f"attn_mask must be bool (True takes part) or floating (added to the scores): {attn_mask.dtype=}")
-    if attn_mask.device != device: raise ValueError(f"attn_mask is on another device than query: {attn_mask.device=}, {device=}")
-    if attn_mask.ndim > 4: raise ValueError(f"attn_mask has more than 4 dimensions: {tuple(attn_mask.shape)=}")
+    if attn_mask.device != device:
+        raise ValueError(f"attn_mask is on another device than query: {attn_mask.device=}, {device=}")
+    if attn_mask.ndim > 4:
+        raise ValueError(f"attn_mask has more than 4 dimensions: {tuple(attn_mask.shape)=}")
     mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
     if not all(m == 1 or m == n for m, n in zip(mask.shape, size)):
-        raise ValueError(f"attn_mask does not broadcast to (batch, heads, queries, keys): {tuple(attn_mask.shape)=}, size={tuple(size)}")
+        shapes = f"{tuple(attn_mask.shape)=}, size={tuple(size)}"
+        raise ValueError(f"attn_mask does not broadcast to (batch, heads, queries, keys): {shapes}")
     return mask
 
 # %% ../nbs/00_problem.ipynb #b2aa3808
-def check_vector(name: str, t, n: int, dtypes, device) -> None:
+def check_vector(
+    name: str, t,  # anything
+    n: int,  # its length
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,  # the query's
+) -> None:
     "A tensor of shape (n,) and one of the dtypes on the device."
     check_dense(name, t)
-    if t.dtype not in dtypes: raise TypeError(f"{name}.dtype={t.dtype} is none of {', '.join(map(str, dtypes))}")
-    if tuple(t.shape) != (n,): raise ValueError(f"{name} must have shape ({n},): {name}.shape={tuple(t.shape)}")
-    if t.device != device: raise ValueError(f"{name} is on another device than query: {name}.device={t.device}, {device=}")
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name}.dtype={t.dtype} is none of {', '.join(map(str, dtypes))}")
+    if tuple(t.shape) != (n,):
+        raise ValueError(f"{name} must have shape ({n},): {name}.shape={tuple(t.shape)}")
+    if t.device != device:
+        raise ValueError(f"{name} is on another device than query: {name}.device={t.device}, {device=}")
 
 def check_dropout(dropout_p) -> None:
     "A share, 0 to 1."
     check_number("dropout_p", dropout_p)
     if not 0 <= dropout_p <= 1: raise ValueError(f"dropout_p must be from 0 to 1: {dropout_p=}")
 
-def _fit(softcap, dtype):  # where the state can divide by it: below, all scores become 0; above, all stay as they are
+def _fit(softcap, dtype):
+    # where the state can divide by it: below, all scores become 0; above, all stay as they are
     info = torch.finfo(dtype)
     return min(max(float(softcap), info.tiny), info.max**0.75) if softcap > 0 else 0.0
 
@@ -236,7 +274,7 @@ def make_problem(
     dropout_p: float = 0.0,  # 0 to 1
     seed: Tensor | None = None,  # (2,) int64; needed when dropout_p > 0
 ) -> AttentionProblem:
-    "Check a call's arguments against the contract and pose the problem."
+    "Check a call's arguments against the contract and pose the problem; raises TypeError and ValueError."
     check_tensors(query, key, value)
     (B, H, L, E), S, device = query.shape, key.shape[2], query.device
     check_number("is_causal", is_causal, bool)
@@ -257,8 +295,10 @@ def make_problem(
     mask = None if attn_mask is None else check_mask(attn_mask, (B, H, L, S), device)
     is_bool = mask is not None and mask.dtype == torch.bool
     return AttentionProblem(query, key.expand(B, -1, -1, -1), value.expand(B, -1, -1, -1),
-        scale=(1 / math.sqrt(E) if E else 1.0) if scale is None else float(scale), mask=mask if is_bool else None, bias=None if is_bool else mask,
-        sinks=sinks, kv_lengths=kv_lengths, softcap=_fit(softcap, STATE_DTYPE[query.dtype]), window=window, shift=shift, dropout_p=float(dropout_p),
+        scale=(1 / math.sqrt(E) if E else 1.0) if scale is None else float(scale),
+        mask=mask if is_bool else None, bias=None if is_bool else mask,
+        sinks=sinks, kv_lengths=kv_lengths, softcap=_fit(softcap, STATE_DTYPE[query.dtype]), window=window,
+        shift=shift, dropout_p=float(dropout_p),
         seed=seed if dropout_p > 0 else None)
 
 # %% ../nbs/00_problem.ipynb #df1eab97
@@ -268,15 +308,22 @@ def restrict(
     rows: slice | None = None, cols: slice | None = None,  # queries, keys
 ) -> AttentionProblem:  # views of the same tensors
     "Cut a problem out of a problem."
+    if (batch, kv_heads, rows, cols) == (None,) * 4: return problem
     B, H, Hkv, L, S, _, _ = problem.sizes
-    batch, kv_heads, rows, cols = batch or slice(0, B), kv_heads or slice(0, Hkv), rows or slice(0, L), cols or slice(0, S)
+    batch, kv_heads = batch or slice(0, B), kv_heads or slice(0, Hkv)
+    rows, cols = rows or slice(0, L), cols or slice(0, S)
     heads = slice(kv_heads.start * problem.G, kv_heads.stop * problem.G)
     def tile(t):  # of a mask or bias
         if t is None: return None
-        return cut(t[batch if t.shape[0] > 1 else slice(None), heads if t.shape[1] > 1 else slice(None)], rows, cols)
+        b, h = (w if n > 1 else slice(None) for w, n in zip((batch, heads), t.shape))
+        return cut(t[b, h], rows, cols)
     shift = problem.shift[batch] if isinstance(problem.shift, Tensor) else problem.shift
+    lengths = problem.kv_lengths
+    if lengths is not None: lengths = (lengths[batch] - cols.start).clamp(0, cols.stop - cols.start)
     start = (batch.start, heads.start, rows.start, cols.start)
-    return replace(problem, q=problem.q[batch, heads, rows], k=problem.k[batch, kv_heads, cols], v=problem.v[batch, kv_heads, cols],
-        mask=tile(problem.mask), bias=tile(problem.bias), sinks=None if problem.sinks is None else problem.sinks[heads],
-        kv_lengths=None if problem.kv_lengths is None else (problem.kv_lengths[batch] - cols.start).clamp(0, cols.stop - cols.start),
+    return replace(problem, q=problem.q[batch, heads, rows], k=problem.k[batch, kv_heads, cols],
+        v=problem.v[batch, kv_heads, cols],
+        mask=tile(problem.mask), bias=tile(problem.bias),
+        sinks=None if problem.sinks is None else problem.sinks[heads],
+        kv_lengths=lengths,
         shift=shift + rows.start - cols.start, origin=tuple(a + b for a, b in zip(problem.origin, start)))

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 from .problem import AttentionProblem, cut, everything, visible
-from .dropout import keep_tile
+from .dropout import dropout_scale, keep_tile
 
 # %% ../nbs/12_reference.ipynb #cd43158d
 def _row(problem, b, h, i):  # scores of the visible keys of one query: {j: s_ij}
@@ -31,7 +31,8 @@ def loops_forward(
 ) -> tuple[Tensor, Tensor]:  # out (B, H, L, Ev), lse (B, H, L), fp64
     "The rule, word for word."
     B, H, Hkv, L, S, E, Ev = problem.sizes
-    out, lse = torch.zeros(B, H, L, Ev, dtype=torch.float64), torch.full((B, H, L), -math.inf, dtype=torch.float64)
+    out = torch.zeros(B, H, L, Ev, dtype=torch.float64)
+    lse = torch.full((B, H, L), -math.inf, dtype=torch.float64)
     for b, h, i in ((b, h, i) for b in range(B) for h in range(H) for i in range(L)):
         scores = _row(problem, b, h, i)
         logits = [*scores.values(), *([problem.sinks[h].item()] if problem.sinks is not None else [])]
@@ -45,9 +46,9 @@ def loops_forward(
 
 def _kept(problem, b, h, i, j):  # the factor dropout puts on one weight: 0 or 1/(1-p)
     if problem.dropout_p == 0: return 1.0
-    one, (b0, h0, i0, j0) = lambda n: torch.tensor([n]), problem.origin
-    keep = keep_tile(problem.seed, problem.dropout_p, one(b0 + b), one(h0 + h), one(i0 + i), j0 + j, j0 + j + 1)
-    return 1 / (1 - problem.dropout_p) if keep.item() else 0.0
+    b, h, i, j = (n + start for n, start in zip((b, h, i, j), problem.origin))
+    keep = keep_tile(problem.seed, problem.dropout_p, *(range(n, n + 1) for n in (b, h, i)), j, j + 1)
+    return dropout_scale(problem.dropout_p) if keep.item() else 0.0
 
 # %% ../nbs/12_reference.ipynb #97db20b9
 LANES = 16
@@ -60,11 +61,12 @@ def pad(
     x: Tensor,  # (..., n, e)
     dtype: torch.dtype,
     e_min: int = 0,  # at least so many columns
-) -> Tensor:  # (..., n', e') in dtype, contiguous, zeros at the end: n', e' multiples of LANES. x itself when nothing is to do
+) -> Tensor:  # (..., n', e') in dtype, contiguous, zeros at the end, n' and e' multiples of LANES; maybe x itself
     "Bring a matrix into the form in which products keep their bits."
     n, e = x.shape[-2:]
     e_pad = round_up(max(e, e_min))
-    if (n, e) == (round_up(n), e_pad) and x.dtype == dtype and x.is_contiguous() and x.storage_offset() % LANES == 0: return x
+    fits = (n, e) == (round_up(n), e_pad) and x.dtype == dtype
+    if fits and x.is_contiguous() and x.storage_offset() % LANES == 0: return x
     y = x.new_empty(*x.shape[:-2], round_up(n), e_pad, dtype=dtype)
     y[..., n:, :], y[..., :n, e:] = 0, 0
     y[..., :n, :e] = x
@@ -110,7 +112,8 @@ def mask_scores(
         bias = cut(problem.bias, rows, cols).to(s.dtype)
         s = torch.where(bias == -math.inf, -math.inf, s + bias)
     seen = visible(problem, rows, cols)
-    return (s if seen is None else torch.where(seen, s, -math.inf)).contiguous()  # sums must not feel how a mask lies in memory
+    # sums must not feel how a mask lies in memory
+    return (s if seen is None else torch.where(seen, s, -math.inf)).contiguous()
 
 def dense_scores(
     problem: AttentionProblem,
@@ -127,7 +130,8 @@ def weighted_sum(
     "w @ x, in which an unseen weight never meets a value."
     finite = x.isfinite()
     if finite.all(): return product(w, x)
-    bad = (~finite).any(-1).flatten(0, -2).any(0).nonzero().squeeze(-1)  # the n at which some x is NaN or infinite
+    # the n at which some x is NaN or infinite
+    bad = (~finite).any(-1).flatten(0, -2).any(0).nonzero().squeeze(-1)
     meet = w[..., bad, None] * x.where(~finite, 0)[..., None, bad, :]
     return product(w, x.where(finite, 0)) + meet.where(seen[..., bad, None], 0).sum(-2)
 
@@ -153,8 +157,9 @@ def dropout_factor(
     p, (b0, h0, i0, j0), (B, H) = problem.dropout_p, problem.origin, problem.q.shape[:2]
     if p == 0: return None
     count = lambda start, n: torch.arange(start, start + n, device=problem.q.device)
-    keep = keep_tile(problem.seed, p, count(b0, B), count(h0, H), count(i0 + rows.start, rows.stop - rows.start), j0 + cols.start, j0 + cols.stop)
-    return keep.to(problem.state_dtype).mul_(1 / (1 - p) if p < 1 else 0)
+    keep = keep_tile(problem.seed, p, count(b0, B), count(h0, H),
+        count(i0 + rows.start, rows.stop - rows.start), j0 + cols.start, j0 + cols.stop)
+    return keep.to(problem.state_dtype).mul_(dropout_scale(p))
 
 # %% ../nbs/12_reference.ipynb #a507168e
 def dense_forward(

@@ -29,7 +29,8 @@ class SDPBackend(IntEnum):
     CUDNN_ATTENTION = 3
     OVERRIDEABLE = 4
 
-DEFAULT_ORDER = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.OVERRIDEABLE, SDPBackend.MATH)
+DEFAULT_ORDER = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.OVERRIDEABLE, SDPBackend.MATH)
 
 # %% ../nbs/32_routing.ipynb #7d7b7f88
 def backend_engine(
@@ -38,7 +39,8 @@ def backend_engine(
 ) -> tuple[Engine | None, list[str]]:  # the engine, and why it cannot run this problem
     "One backend's answer to a problem."
     if backend == SDPBackend.MATH: return ENGINES["math"], ENGINES["math"].reasons(problem)
-    if backend == SDPBackend.CUDNN_ATTENTION: return None, [f"cuDNN attention needs CUDA tensors, and query is on {problem.q.device.type}"]
+    if backend == SDPBackend.CUDNN_ATTENTION:
+        return None, [f"cuDNN attention needs CUDA tensors, and query is on {problem.q.device.type}"]
     if backend == SDPBackend.OVERRIDEABLE: return None, ["no device has registered an attention of its own"]
     reasons = list(ENGINES["tiled"].reasons(problem))
     if backend == SDPBackend.FLASH_ATTENTION and (problem.mask is not None or problem.bias is not None):
@@ -60,7 +62,8 @@ def _order(backends, set_priority):  # what sdpa_kernel was given, checked: back
     if not members: raise ValueError(f"sdpa_kernel needs at least one backend: {backends=}")
     members = list(dict.fromkeys(SDPBackend(int(b)) for b in members))
     if SDPBackend.ERROR in members: raise ValueError(f"SDPBackend.ERROR is no backend: {backends=}")
-    return tuple(members if set_priority or set_priority is None else (b for b in DEFAULT_ORDER if b in members))
+    if set_priority is False: members = [b for b in DEFAULT_ORDER if b in members]
+    return tuple(members)
 
 def sdpa_kernel(
     backends: SDPBackend | list[SDPBackend],  # what may run; a list in order of preference
@@ -93,10 +96,12 @@ class SDPAParams(NamedTuple):
 
 def pose(params: SDPAParams) -> AttentionProblem:
     "The problem a recorded call asks; raises as the call itself would."
-    if not isinstance(params, SDPAParams): raise TypeError(f"params must be SDPAParams, not {type(params).__name__}")
+    if not isinstance(params, SDPAParams):
+        raise TypeError(f"params must be SDPAParams, not {type(params).__name__}")
     check_number("enable_gqa", params.enable_gqa, bool)
     seed = torch.zeros(2, dtype=torch.int64)
-    problem = make_problem(params.query, params.key, params.value, params.attn_mask, is_causal=params.is_causal, dropout_p=params.dropout, seed=seed)
+    problem = make_problem(params.query, params.key, params.value, params.attn_mask,
+        is_causal=params.is_causal, dropout_p=params.dropout, seed=seed)
     check_gqa(params.query, params.key, params.enable_gqa)
     return problem
 

@@ -51,15 +51,17 @@ def share(
     "What part of the joint weight `a` holds."
     return 1 / (1 + torch.where(a == b, 0, b - a).exp_())
 
-def log_add(a: Tensor, b: Tensor) -> Tensor:
-    "log(exp(a) + exp(b))."
+def log_add(
+    a: Tensor, b: Tensor,  # lse of two answers
+) -> Tensor:  # log(exp(a) + exp(b))
+    "The lse of both together."
     return torch.maximum(a, b) + torch.where(a == b, 0, a - b).abs_().neg_().exp_().log1p_()
 
 # %% ../nbs/10_softmax.ipynb #bfe8a8a3
 def merge_states(
     out_a: Tensor, lse_a: Tensor,  # (..., L, Ev), (..., L): an answer over some keys
     out_b: Tensor, lse_b: Tensor,  # one over other keys
-) -> tuple[Tensor, Tensor]:  # the answer over all of them: out in the dtype of out_a and out_b, lse in that of the lse
+) -> tuple[Tensor, Tensor]:  # the answer over all of them, in the same dtypes
     "Merge two answers. Associative and commutative up to rounding; the empty answer (0, -inf) is the identity."
     lse = log_add(lse_a, lse_b)
     wa, wb = share(lse_a, lse_b)[..., None], share(lse_b, lse_a)[..., None]

@@ -24,7 +24,7 @@ FULL, EDGE, CORNER = "full", "edge", "corner"
 class Tile(NamedTuple):
     "A run of queries, and the runs of keys it has to visit."
     rows: slice
-    pieces: list[tuple[slice, str]]  # keys, and FULL: all visible; EDGE: to be masked; CORNER: causal from its upper left corner
+    pieces: list[tuple[slice, str]]  # keys, and FULL: all visible; EDGE: to be masked; CORNER: causal from its corner
 
 def _runs(start, stop, step, kind):
     return [(slice(j, min(j + step, stop)), kind) for j in range(start, stop, step)]
@@ -36,15 +36,18 @@ def plan(
     block_m: int, block_n: int,  # rows of queries and of keys in a tile, multiples of 16
     min_full: int = 16,  # fewer keys than that between two edges are not worth a piece of their own
 ) -> list[Tile]:
-    "Which tiles of the score matrix to visit. Starts and stops are multiples of 16, and may pass L and S by less than that."
+    "Which tiles of the score matrix to visit. Starts and stops are multiples of 16; they may pass L and S."
     tiles, floor = [], lambda n: n // 16 * 16
     for i in range(0, L, block_m):
         first, last = i + shift, min(i + block_m, L) - 1 + shift
-        (start, full_stop), (full_start, stop) = visible_range(first, window, S), visible_range(last, window, S)
-        start, stop, full_start, full_stop = floor(start), -floor(-stop), -floor(-full_start), floor(full_stop)
+        start, full_stop = visible_range(first, window, S)
+        full_start, stop = visible_range(last, window, S)
+        start, stop = floor(start), -floor(-stop)  # outwards
+        full_start, full_stop = -floor(-full_start), floor(full_stop)  # inwards
         if full_stop - full_start < min_full: full_start = full_stop = max(start, stop)
         pieces = _runs(start, min(full_start, stop), block_n, EDGE)
-        pieces += _runs(full_start, full_stop, block_n, FULL) + _runs(max(full_stop, start), stop, block_n, EDGE)
+        pieces += _runs(full_start, full_stop, block_n, FULL)
+        pieces += _runs(max(full_stop, start), stop, block_n, EDGE)
         tiles.append(Tile(slice(i, min(i + block_m, round_up(L))), pieces))
     return tiles
 
@@ -53,16 +56,17 @@ def additive_tile(
     problem: AttentionProblem,
     rows: slice, cols: slice,  # may pass L and S
     dtype: torch.dtype,  # of the scores
-) -> Tensor | None:  # broadcastable to (B, H, m, n): bias, -inf where a key is hidden or does not exist; None: nothing to add
+) -> Tensor | None:  # broadcastable to (B, H, m, n): bias, -inf where no key is to be seen; None: nothing to add
     "All that happens to scores after the cap, as one tile to add."
     _, _, _, L, S, _, _ = problem.sizes
     inside = slice(rows.start, min(rows.stop, L)), slice(cols.start, min(cols.stop, S))
-    seen, bias = visible(problem, *inside), None if problem.bias is None else cut(problem.bias, *inside).to(dtype)
+    seen = visible(problem, *inside)
+    bias = None if problem.bias is None else cut(problem.bias, *inside).to(dtype)
     if seen is not None: bias = torch.where(seen, 0.0 if bias is None else bias, -math.inf).to(dtype)
-    whole = (inside[0].stop == rows.stop or bias is None or bias.shape[2] == 1) and inside[1].stop == cols.stop
-    if whole: return bias
-    m, n = (1 if bias is None else bias.shape[2]), inside[1].stop - cols.start
-    size = *((1, 1) if bias is None else bias.shape[:2]), 1 if m == 1 else rows.stop - rows.start, cols.stop - cols.start
+    b, h, m = (1, 1, 1) if bias is None else bias.shape[:3]
+    n = inside[1].stop - cols.start
+    if (inside[0].stop == rows.stop or m == 1) and inside[1].stop == cols.stop: return bias
+    size = b, h, 1 if m == 1 else rows.stop - rows.start, cols.stop - cols.start
     padded = problem.q.new_full(size, -math.inf, dtype=dtype)
     padded[:, :, :m, :n] = 0 if bias is None else bias
     return padded
@@ -73,16 +77,19 @@ class EdgeTiles:
         self.problem, self.dtype, self.seen = problem, dtype, {}
         self.structural = problem.mask is None and problem.bias is None
 
-    def __call__(self, rows: slice, cols: slice, kind: str) -> Tensor | None:  # what to add to a tile's scores; None: nothing
+    def __call__(self, rows: slice, cols: slice, kind: str) -> Tensor | None:
+        "What to add to a tile's scores; None: nothing."
         if kind == CORNER or kind == FULL and self.structural: return None
         L, S = self.problem.q.shape[2], self.problem.k.shape[2]
-        if not self.structural or rows.stop > L or cols.stop > S: return additive_tile(self.problem, rows, cols, self.dtype)
+        if not self.structural or rows.stop > L or cols.stop > S:
+            return additive_tile(self.problem, rows, cols, self.dtype)
         key = rows.start - cols.start, rows.stop - rows.start, cols.stop - cols.start
-        if key not in self.seen: self.seen = dict([*self.seen.items()][-3:]) | {key: additive_tile(self.problem, rows, cols, self.dtype)}
+        if key not in self.seen:  # the last four are kept
+            self.seen = dict([*self.seen.items()][-3:]) | {key: additive_tile(self.problem, rows, cols, self.dtype)}
         return self.seen[key]
 
     def is_empty(self, rows: slice, cols: slice) -> bool:
-        "Does the boolean mask hide all of a tile? (An empty tile changes no bit, so it need not be visited.)"
+        "Does the boolean mask hide all of a tile? Such a tile changes no bit and need not be visited."
         mask = self.problem.mask
         return mask is not None and not cut(mask, rows, cols).any()
 
@@ -135,7 +142,8 @@ def walk_backward(
 ) -> Gradients | None:  # in the state dtype, without the sinks'; None when they are not finite
     "The same walk backward: weights are computed again, tile by tile."
     (B, H, Hkv, L, S, E, Ev), dtype = problem.sizes, problem.state_dtype
-    q, k, v, do = pad(problem.q.to(dtype) * problem.scale, dtype), pad(problem.k, dtype), pad(problem.v, dtype), pad(d_out, dtype)
+    q = pad(problem.q.to(dtype) * problem.scale, dtype)
+    k, v, do = pad(problem.k, dtype), pad(problem.v, dtype), pad(d_out, dtype)
     lse, delta = (pad(x[..., None], dtype)[..., 0] for x in (lse, delta))
     dq, dk, dv, dbias = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
     if problem.bias is not None and need_dbias: dbias = q.new_zeros(problem.bias.shape)
@@ -160,7 +168,8 @@ def walk_backward(
     if not is_finite(dq, dk, dv): return None
     return Gradients(dq.mul_(problem.scale)[:, :, :L, :E], dk[:, :, :S, :E], dv[:, :, :S, :Ev], dbias)
 
-def _add_bias_gradient(dbias, ds, rows, cols, L, S):  # sum a tile of ds over the axes the bias does not have
+def _add_bias_gradient(dbias, ds, rows, cols, L, S):
+    # sum a tile of ds over the axes the bias does not have
     target = cut(dbias, slice(rows.start, min(rows.stop, L)), slice(cols.start, min(cols.stop, S)))
     target += ds[:, :, :L - rows.start, :S - cols.start].sum_to_size(target.shape)
 
@@ -171,36 +180,45 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def fused_plan(problem: AttentionProblem) -> list[Tile]:
     "The plan for a fast operator: as few and as large pieces as possible."
     (_, _, _, L, S, _, _), window, shift = problem.sizes, problem.window, problem.shift
-    if problem.bias is not None or problem.mask is not None: return plan(L, S, window, shift, 1024, 2048, 2048)
+    if problem.bias is not None or problem.mask is not None:
+        return plan(L, S, window, shift, 1024, 2048, 2048)
     if window == (-1, -1): return plan(L, S, window, shift, round_up(L), round_up(S))
-    top, left = max(0, -shift), max(0, shift)  # the first query that sees a key; the first key that not every query sees
-    fits = top < L and left < S and (S % 16 == 0 or L - top <= S - left)  # padded keys stay behind the diagonal
-    if not (window == (-1, 0) and shift % 16 == 0 and problem.scale > 0 and fits): return plan(L, S, window, shift, 256, round_up(S), 1024)
+    # the first query that sees a key; the first key that not every query sees
+    top = max(0, -shift)
+    left = max(0, shift)
+    # padded keys stay behind the diagonal
+    fits = top < L and left < S and (S % 16 == 0 or L - top <= S - left)
+    if not (window == (-1, 0) and shift % 16 == 0 and problem.scale > 0 and fits):
+        return plan(L, S, window, shift, 256, round_up(S), 1024)
     corner = slice(left, min(round_up(S), left + round_up(L - top))), CORNER
     tile = Tile(slice(top, round_up(L)), [(slice(0, left), FULL), corner] if left else [corner])
     return [Tile(slice(0, top), []), tile] if top else [tile]
 
-# %% ../nbs/14_tiled.ipynb #8bf082a7
+# %% ../nbs/14_tiled.ipynb #a8766f7c
 def fused_dtype(problem: AttentionProblem, tiles: list[Tile]) -> torch.dtype:
-    "What a plan is computed in: the state dtype. bf16 itself where the machine multiplies it fast and one unmasked piece is all."
-    native = problem.q.dtype == torch.bfloat16 and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return torch.bfloat16 if native and [kind for tile in tiles for _, kind in tile.pieces] in ([FULL], [CORNER]) else problem.state_dtype
+    "The state dtype; bf16 itself where the machine multiplies it fast and one unmasked piece is all."
+    native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    kinds = [kind for tile in tiles for _, kind in tile.pieces]
+    fast = problem.q.dtype == torch.bfloat16 and kinds in ([FULL], [CORNER]) and native()
+    return torch.bfloat16 if fast else problem.state_dtype
 
 def fused_forward(
-    problem: AttentionProblem,  # tame, without softcap and dropout
+    problem: AttentionProblem,  # without softcap and dropout
 ) -> tuple[Tensor, Tensor]:  # out (B, H, L, Ev), lse (B, H, L)
     "The pieces of the plan, each one call of PyTorch's fused operator, merged."
     (_, _, _, L, _, E, Ev), tiles = problem.sizes, fused_plan(problem)
     dtype = fused_dtype(problem, tiles)
     q, k, v = (pad(x, dtype, max(E, Ev)) for x in (problem.q, problem.k, problem.v))
-    edge, empty = EdgeTiles(problem, dtype), lambda: (torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=problem.state_dtype))
+    edge = EdgeTiles(problem, dtype)
+    empty = lambda: (torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=problem.state_dtype))
     whole = None if len(tiles) == 1 else empty()
     for rows, pieces in tiles:
         state = None
         for cols, kind in pieces:
             if edge.is_empty(rows, cols): continue
             tile = edge(rows, cols, kind)
-            o, l = _fused_forward(q[:, :, rows], k[:, :, cols], v[:, :, cols], is_causal=kind == CORNER, attn_mask=tile, scale=problem.scale)
+            o, l = _fused_forward(q[:, :, rows], k[:, :, cols], v[:, :, cols], is_causal=kind == CORNER,
+                attn_mask=tile, scale=problem.scale)
             o, l = _check_zeros(o, l, tile, q, k)
             state = (o, l) if state is None else merge_states(*state, o, l)
         if state is None: continue
@@ -209,7 +227,8 @@ def fused_forward(
     out, lse = whole or empty()
     return out[:, :, :L, :Ev], lse[:, :, :L]
 
-def _check_zeros(o, l, tile, q, k):  # the operator's lse is 0 for a row without any key, and sometimes for a row of NaN
+def _check_zeros(o, l, tile, q, k):
+    # the operator's lse is 0 for a row without any key, and sometimes for a row of NaN
     zero = l == 0
     if not zero.any(): return o, l
     if tile is not None: l = l.masked_fill(zero & (tile.amax(-1) == -math.inf), -math.inf)
@@ -225,17 +244,20 @@ def fused_backward(
     (_, _, _, L, S, E, Ev), tiles = problem.sizes, fused_plan(problem)
     dtype, width = (fused_dtype(problem, tiles), max(E, Ev)) if d_lse is None else (problem.state_dtype, max(E, Ev + 1))
     q, k, v, out, do = (pad(x, dtype, width) for x in (problem.q, problem.k, problem.v, out, d_out))
-    if d_lse is not None: do[:, :, :L, Ev], out[:, :, :L, Ev] = 1, -d_lse  # do . out becomes do . out - dlse, and do . v stays
+    # do . out becomes do . out - dlse, and do . v stays
+    if d_lse is not None: do[:, :, :L, Ev], out[:, :, :L, Ev] = 1, -d_lse
     lse = pad(torch.where(lse == -math.inf, 0, lse)[..., None], problem.state_dtype)[..., 0]
     sums, edge = (Sum(q.shape, q), Sum(k.shape, k), Sum(v.shape, v)), EdgeTiles(problem, dtype)
     for rows, pieces in tiles:
         for cols, kind in pieces:
             if edge.is_empty(rows, cols): continue
-            grads = _fused_backward(do[:, :, rows], q[:, :, rows], k[:, :, cols], v[:, :, cols], out[:, :, rows], lse[:, :, rows], 0.0,
+            grads = _fused_backward(do[:, :, rows], q[:, :, rows], k[:, :, cols], v[:, :, cols],
+                out[:, :, rows], lse[:, :, rows], 0.0,
                 kind == CORNER, attn_mask=edge(rows, cols, kind), scale=problem.scale)
             for total, part, where in zip(sums, grads, (rows, cols, cols)): total.add(part, where)
     dq, dk, dv = (x.value() for x in sums)
-    return None if not is_finite(dq, dk, dv) else Gradients(dq[:, :, :L, :E], dk[:, :, :S, :E], dv[:, :, :S, :Ev])
+    return None if not is_finite(dq, dk, dv) else Gradients(dq[:, :, :L, :E], dk[:, :, :S, :E],
+        dv[:, :, :S, :Ev])
 
 class Sum:
     "A sum of parts along axis 2. The first part that covers everything is the sum, not a copy of it."
@@ -256,7 +278,8 @@ def join_forward(
     forward: Callable,  # problem -> out, lse, max_scores or None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     "Answer a problem part by part: every query belongs to one part."
-    if len(parts) == 1 and (only := restrict(problem, **parts[0])).sizes == problem.sizes: return forward(only)
+    if len(parts) == 1 and (only := restrict(problem, **parts[0])).sizes == problem.sizes:
+        return forward(only)
     B, H, _, L, _, _, Ev = problem.sizes
     out = problem.q.new_zeros(B, H, L, Ev, dtype=problem.state_dtype)
     lse = out.new_full((B, H, L), -math.inf)
@@ -283,12 +306,14 @@ def join_backward(
     out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
 ) -> Gradients | None:  # in the state dtype; None when a part has none
     "Gradients part by part, summed where parts share a tensor."
-    if len(parts) == 1 and (only := restrict(problem, **parts[0])).sizes == problem.sizes: return backward(only, out, lse, d_out, d_lse)
-    zeros = lambda x: None if x is None else torch.zeros(x.shape, dtype=problem.state_dtype, device=x.device)
+    if len(parts) == 1 and (only := restrict(problem, **parts[0])).sizes == problem.sizes:
+        return backward(only, out, lse, d_out, d_lse)
+    zeros = lambda x: x if x is None else x.new_zeros(x.shape, dtype=problem.state_dtype)
     total = Gradients(*(zeros(x) for x in (problem.q, problem.k, problem.v, problem.bias, problem.sinks)))
     for part in parts:
         like_q, like_k = _where(problem, part)
-        grads = backward(restrict(problem, **part), *(None if x is None else x[like_q] for x in (out, lse, d_out, d_lse)))
+        grads = backward(restrict(problem, **part),
+            *(None if x is None else x[like_q] for x in (out, lse, d_out, d_lse)))
         if grads is None: return None
         total.dq[like_q] += grads.dq
         total.dk[like_k] += grads.dk
@@ -303,26 +328,32 @@ def _bias_part(t, like_q, like_k):  # the view of a bias-shaped tensor that belo
 
 # %% ../nbs/14_tiled.ipynb #875c7ae5
 def _sequences(problem):  # the parts of a problem whose batch entries have their own lengths or positions
-    lengths = [problem.k.shape[2]] * problem.q.shape[0] if problem.kv_lengths is None else problem.kv_lengths.tolist()
+    B, S, lengths = problem.q.shape[0], problem.k.shape[2], problem.kv_lengths
+    lengths = [S] * B if lengths is None else lengths.tolist()
     return [dict(batch=slice(b, b + 1), cols=slice(0, n)) for b, n in enumerate(lengths)]
 
 def _alone(problem):  # a part with one batch entry: its shift is a number, its keys all exist
     shift = problem.shift.item() if isinstance(problem.shift, Tensor) else problem.shift
     return replace(problem, shift=shift, kv_lengths=None)
 
-def _row_parts(problem, size=128):  # one head group and `size` queries at a time: for dense work in linear memory
+def _row_parts(problem, size=128):
+    # one head group and `size` queries at a time: for dense work in linear memory
     _, _, Hkv, L, _, _, _ = problem.sizes
-    return [dict(kv_heads=slice(h, h + 1), rows=slice(i, min(i + size, L))) for h in range(Hkv) for i in range(0, L, size)]
+    return [dict(kv_heads=slice(h, h + 1), rows=slice(i, min(i + size, L))) for h in range(Hkv)
+        for i in range(0, L, size)]
 
-def _head_parts(problem, size=2**18, block_m=256, block_n=256):  # batch entries and head groups whose score tiles together have that size
+def _head_parts(problem, size=2**18, block_m=256, block_n=256):
+    # batch entries and head groups whose score tiles together have that size
     B, H, Hkv, L, S, _, _ = problem.sizes
-    group = problem.G * min(round_up(L), block_m) * min(round_up(S), block_n)  # scores of one key head's tile
+    # scores of one key head's tile
+    group = problem.G * min(round_up(L), block_m) * min(round_up(S), block_n)
     heads = max(1, min(Hkv, size // group))
     batch = max(1, size // (group * Hkv)) if heads == Hkv else 1
     return [dict(batch=slice(b, min(b + batch, B)), kv_heads=slice(h, min(h + heads, Hkv)))
             for b in range(0, B, batch) for h in range(0, Hkv, heads)]
 
-def _fused_parts(problem):  # a mask by batch entry or head is made into tiles of numbers: a few heads at a time
+def _fused_parts(problem):
+    # a mask by batch entry or head is made into tiles of numbers: a few heads at a time
     tensors = [t for t in (problem.mask, problem.bias) if t is not None and t.shape[:2] != (1, 1)]
     return _head_parts(problem, 2**23, 1024, 2048) if tensors else [{}]
 
@@ -341,7 +372,8 @@ def _forward(problem, need_max):
     if problem.kv_lengths is not None or isinstance(problem.shift, Tensor):
         return join_forward(problem, _sequences(problem), lambda part: _forward(_alone(part), need_max))
     if problem.softcap == 0 and problem.dropout_p == 0 and not need_max:
-        out, lse, top = *join_forward(problem, _fused_parts(problem), lambda part: (*fused_forward(part), None))[:2], None
+        out, lse, top = join_forward(problem, _fused_parts(problem),
+            lambda part: (*fused_forward(part), None))
     else: out, lse, top = join_forward(problem, _head_parts(problem), walk_forward)
     if not is_finite(out):
         if B > 1: return join_forward(problem, _sequences(problem), lambda part: _forward(part, need_max))
@@ -369,10 +401,14 @@ def _backward(problem, out, lse, d_out, d_lse, need_dbias):
     delta = row_delta(out, d_out, d_lse, dtype)
     if 0 in (B, H, L, S): grads = join_backward(problem, [], None, out, lse, d_out, d_lse)
     elif problem.softcap == 0 and problem.dropout_p == 0 and not (need_dbias and problem.bias is not None):
-        grads = join_backward(replace(problem, sinks=None), _fused_parts(problem), fused_backward, out, lse, d_out, d_lse)
+        grads = join_backward(replace(problem, sinks=None), _fused_parts(problem), fused_backward, out, lse,
+            d_out, d_lse)
     else:
         walk = lambda part, o, l, do, delta: walk_backward(part, l, delta, do, need_dbias)
-        grads = join_backward(replace(problem, sinks=None), _head_parts(problem), walk, out, lse, d_out, delta)
-    if grads is None and B > 1: return join_backward(problem, _sequences(problem), again, out, lse, d_out, d_lse)
-    if grads is None: return join_backward(problem.to(dtype), _row_parts(problem), dense_backward, out, lse, d_out, d_lse)
+        grads = join_backward(replace(problem, sinks=None), _head_parts(problem), walk, out, lse,
+            d_out, delta)
+    if grads is None and B > 1:
+        return join_backward(problem, _sequences(problem), again, out, lse, d_out, d_lse)
+    if grads is None:
+        return join_backward(problem.to(dtype), _row_parts(problem), dense_backward, out, lse, d_out, d_lse)
     return grads if problem.sinks is None else grads._replace(dsinks=sink_gradient(problem.sinks, lse, delta))

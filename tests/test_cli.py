@@ -84,6 +84,26 @@ def test_without_onnx(monkeypatch):
     assert call("verify", "--suite", "onnx").exit_code == 2
 
 
+EXTRAS = ["jinja2", "matplotlib", "onnx", "onnxruntime", "psutil", "pytest", "hypothesis", "IPython", "nbdev", "fastcore"]
+
+
+def without_extras(*arguments):
+    "The command in a process that has nothing but what the package requires."
+    code = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); from tensorplay_attn.evidence.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_without_any_extra(tmp_path):
+    done = without_extras("verify", "--quick", "--no-torch", "--engine", "tiled", "--case", "R4/*L9-S4*", "--json", str(tmp_path / "a.json"))
+    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+    assert "The onnx suite was left out: onnx is not installed: pip install 'tensorplay_attn[onnx]'" in done.stdout
+    assert json.loads((tmp_path / "a.json").read_text())["notes"]
+    done = without_extras("verify", "--case", "R3/*", "--html", str(tmp_path / "a.html"))
+    assert done.returncode == 2 and "pip install 'tensorplay_attn[report]'" in done.stderr.replace("\n", " "), done.stderr
+    done = without_extras("verify", "--case", "onnx/*")
+    assert done.returncode == 2 and "onnx is not installed" in done.stderr.replace("\n", " ")
+
+
 def test_the_rest_of_the_command():
     assert call("--version").output.strip() == f"tensorplay-attn, version {__version__}"
     assert {"verify", "bench"} <= set(call("--help").output.split())

@@ -123,7 +123,8 @@ def make_inputs(
     lengths = None if case.kv_length is None else torch.full((case.B,), case.kv_length)
     mask = None
     if dense and lengths is not None: mask = create_mask(mask_mod(case), case.B, 1, 1, case.L, device="cpu")
-    elif dense and case.window != (-1, -1): mask = create_mask(mask_mod(case), 1, 1, case.L, case.L, device="cpu")
+    elif dense and case.window != (-1, -1):
+        mask = create_mask(mask_mod(case), 1, 1, case.L, case.L, device="cpu")
     t = Inputs(q, k, v, d_out, normal(1, case.H, case.L, case.L) if case.bias else None, mask, lengths)
     if case.backward: [x.requires_grad_() for x in t.leaves]
     return t
@@ -131,15 +132,20 @@ def make_inputs(
 # %% ../../nbs/55_benchmark.ipynb #03e12fb3
 def _ours(case, t):
     if t.lengths is None:
-        return scaled_dot_product_attention(t.q, t.k, t.v, t.bias, is_causal=case.is_causal, enable_gqa=case.H != case.Hkv, window_size=case.window)
-    return attend(make_problem(t.q, t.k, t.v, t.bias, is_causal=case.is_causal, window_size=case.window, kv_lengths=t.lengths), "tiled")[0]
+        return scaled_dot_product_attention(t.q, t.k, t.v, t.bias, is_causal=case.is_causal,
+            enable_gqa=case.H != case.Hkv, window_size=case.window)
+    problem = make_problem(t.q, t.k, t.v, t.bias, is_causal=case.is_causal, window_size=case.window,
+        kv_lengths=t.lengths)
+    return attend(problem, "tiled")[0]
 
 def _torch(case, t):
     mask = t.mask if t.bias is None else t.bias
-    return F.scaled_dot_product_attention(t.q, t.k, t.v, mask, is_causal=case.is_causal, enable_gqa=case.H != case.Hkv)
+    return F.scaled_dot_product_attention(t.q, t.k, t.v, mask, is_causal=case.is_causal,
+        enable_gqa=case.H != case.Hkv)
 
 def _torch_math(case, t):
-    if case.scores_bytes > 2**29: raise NotImplementedError(f"not run: one tensor of its scores is {case.scores_bytes / 2**30:.1f} GiB")
+    if case.scores_bytes > 2**29:
+        raise NotImplementedError(f"not run: one tensor of its scores is {case.scores_bytes / 2**30:.1f} GiB")
     with sdpa_kernel(SDPBackend.MATH): return _torch(case, t)
 
 def _torch_mask(case, t):
@@ -149,11 +155,13 @@ def _torch_mask(case, t):
 def _torch_flex(case, t):
     if "flex" not in t.prepared:
         flex, mod = importlib.import_module("torch.nn.attention.flex_attention"), mask_mod(case)
-        t.prepared["block"] = None if mod is None else flex.create_block_mask(mod, None, None, case.L, case.L, device="cpu")
+        t.prepared["block"] = None if mod is None else flex.create_block_mask(mod, None, None, case.L,
+            case.L, device="cpu")
         t.prepared["flex"] = torch.compile(flex.flex_attention, dynamic=False)
     return t.prepared["flex"](t.q, t.k, t.v, block_mask=t.prepared["block"], enable_gqa=case.H != case.Hkv)
 
-ATTENTIONS = {"ours": _ours, "torch": _torch, "torch math": _torch_math, "torch mask": _torch_mask, "torch flex": _torch_flex}
+ATTENTIONS = {"ours": _ours, "torch": _torch, "torch math": _torch_math, "torch mask": _torch_mask,
+    "torch flex": _torch_flex}
 
 # %% ../../nbs/55_benchmark.ipynb #ef2dcc34
 def runner(
@@ -180,24 +188,33 @@ def check_same(
     for name, a, b in zip(("out", "dq", "dk", "dv", "dbias"), ours, peer):
         allowed = share * max(b.double().abs().max().item(), 1e-30)
         worst = max(worst, difference := (a.double() - b.double()).abs().max().item() / allowed)
-        if not difference <= 1: raise ValueError(f"ours and its peer answer different questions: {name} differs by {difference * allowed:.1e}")
+        if not difference <= 1:
+            raise ValueError(f"ours and its peer answer different questions: {name} differs by {difference * allowed:.1e}")
     return worst
 
 # %% ../../nbs/55_benchmark.ipynb #84ea591b
 def target_cases() -> list[Case]:
     "What ours is held to."
     cases, flex = [], ("torch", "torch math", "torch flex")
-    for size, sizes in {"(1,8,1024,64)": {}, "(1,8,4096,64)": dict(L=4096), "(1,8,2048,128)": dict(L=2048, E=128),
+    for size, sizes in {"(1,8,1024,64)": {}, "(1,8,4096,64)": dict(L=4096),
+                        "(1,8,2048,128)": dict(L=2048, E=128),
                         "(1,32/8,2048,128)": dict(H=32, L=2048, E=128)}.items():
-        cases.append(Case(f"dense {size}", **sizes, peers=("torch", "torch math"), limit=1.1, quick=size == "(1,8,1024,64)"))
-        cases.append(Case(f"causal {size}", **sizes, is_causal=True, limit=1.1, quick=size == "(1,8,1024,64)",
-                          peers=("torch", "torch math", "torch mask") + (("torch flex",) if size == "(1,8,1024,64)" else ())))
-    cases.append(Case("window (255,0) (1,8,8192,64)", L=8192, window=(255, 0), peers=flex, limit=1 / 8, quick=True))
-    cases.append(Case("lengths 25% (4,8,4096,64)", B=4, L=4096, kv_length=1024, peers=("torch",), limit=1 / 3, quick=True))
-    cases.append(Case("bias (1,8,2048,64)", L=2048, bias=True, peers=("torch", "torch math"), limit=1.0, quick=True))
+        cases.append(Case(f"dense {size}", **sizes, peers=("torch", "torch math"), limit=1.1,
+            quick=size == "(1,8,1024,64)"))
+        cases.append(Case(f"causal {size}", **sizes, is_causal=True, limit=1.1,
+                          quick=size == "(1,8,1024,64)",
+                          peers=("torch", "torch math", "torch mask") + (("torch flex",)
+                          if size == "(1,8,1024,64)" else ())))
+    cases.append(Case("window (255,0) (1,8,8192,64)", L=8192, window=(255, 0), peers=flex, limit=1 / 8,
+        quick=True))
+    cases.append(Case("lengths 25% (4,8,4096,64)", B=4, L=4096, kv_length=1024, peers=("torch",),
+        limit=1 / 3, quick=True))
+    cases.append(Case("bias (1,8,2048,64)", L=2048, bias=True, peers=("torch", "torch math"), limit=1.0,
+        quick=True))
     for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16")):
         for name, is_causal in (("dense", False), ("causal", True)):
-            cases.append(Case(f"{name} {short} (1,8,2048,64)", L=2048, dtype=dtype, is_causal=is_causal, limit=1.0, quick=is_causal))
+            cases.append(Case(f"{name} {short} (1,8,2048,64)", L=2048, dtype=dtype, is_causal=is_causal,
+                limit=1.0, quick=is_causal))
     return [c for case in cases for c in both_ways(case)]
 
 def both_ways(case: Case) -> list[Case]:
@@ -214,13 +231,15 @@ def curve_cases() -> list[Case]:
     for L in (256, 512, 1024, 2048, 4096, 8192):
         for name, knobs in (("causal", dict(is_causal=True)), ("window (255,0)", dict(window=(255, 0)))):
             for backward in (False, True):
-                cases.append(Case(f"curve {name} (1,4,{L},64)", H=4, Hkv=4, L=L, **knobs, backward=backward, group="curve", quick=L <= 1024))
+                cases.append(Case(f"curve {name} (1,4,{L},64)", H=4, Hkv=4, L=L, **knobs, backward=backward,
+                    group="curve", quick=L <= 1024))
     return cases
 
 def memory_cases() -> list[Case]:
     "Peak memory; the limit is in MiB beyond inputs, outputs and gradients."
     window = dict(H=1, Hkv=1, window=(255, 0), backward=True, group="memory")
-    return [Case(f"memory window (255,0) (1,1,{L},64)", L=L, **window, limit=96 if L == 65536 else None, quick=L == 65536,
+    return [Case(f"memory window (255,0) (1,1,{L},64)", L=L, **window, limit=96 if L == 65536 else None,
+                 quick=L == 65536,
                  peers=("torch",) if L <= 16384 else ()) for L in (4096, 16384, 65536)]
 
 def all_cases() -> list[Case]:
@@ -256,7 +275,8 @@ def time_case(
         try:
             run = runner(case, t, name)
             first[name] = run()
-            if name != "ours": times[name] = {"share_of_allowed_difference": check_same(case, first["ours"], first[name])}
+            if name != "ours":
+                times[name] = {"share_of_allowed_difference": check_same(case, first["ours"], first[name])}
             runs[name] = run
         except Exception as e:
             if name in ("ours", case.peers[0]): raise
@@ -264,7 +284,8 @@ def time_case(
     del first
     samples = alternate(runs, settings.budget, settings.min_rounds, settings.max_rounds)
     for name, x in samples.items():
-        times[name] = times.get(name, {}) | {f"{clock}_ms": summary([1e3 * s[i] for s in x]) for i, clock in enumerate(("process", "wall"))}
+        times[name] = times.get(name, {}) | {f"{clock}_ms": summary([1e3 * s[i] for s in x])
+            for i, clock in enumerate(("process", "wall"))}
     return {"contenders": times} | ratios(samples, case.peers[0])
 
 def ratios(
@@ -273,7 +294,8 @@ def ratios(
 ) -> dict:  # ratio and wall_ratio, each a summary over rounds
     "Ours to its peer, round by round."
     pairs = list(zip(samples["ours"], samples[peer]))
-    return {name: summary([a[i] / max(b[i], 1e-9) for a, b in pairs]) for i, name in enumerate(("ratio", "wall_ratio"))}
+    return {name: summary([a[i] / max(b[i], 1e-9) for a, b in pairs])
+        for i, name in enumerate(("ratio", "wall_ratio"))}
 
 # %% ../../nbs/55_benchmark.ipynb #17d23d54
 def run_case(
@@ -291,7 +313,8 @@ def run_case(
 def verdict(record: dict) -> str:  # error, met, missed or "" (no limit)
     "A case's measure against its limit."
     if record["error"]: return "error"
-    limit, measured = record["case"]["limit"], record.get("extra_mib", record.get("ratio", {}).get("median"))
+    limit = record["case"]["limit"]
+    measured = record.get("extra_mib", record.get("ratio", {}).get("median"))
     return "" if limit is None else "met" if measured <= limit else "missed"
 
 # %% ../../nbs/55_benchmark.ipynb #ad99af2d
@@ -327,9 +350,11 @@ def in_fresh_process(
     "Call a function in a process of its own."
     code = ("import importlib, json, sys; module, name = sys.argv[1].split(':'); "
             "print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))))")
-    child = subprocess.run([sys.executable, "-c", code, function, json.dumps(kwargs)], capture_output=True, text=True, timeout=timeout,
+    child = subprocess.run([sys.executable, "-c", code, function, json.dumps(kwargs)], capture_output=True,
+                           text=True, timeout=timeout,
                            env=os.environ | {"OMP_NUM_THREADS": str(threads)})
-    if child.returncode: raise RuntimeError((child.stderr.strip().splitlines() or [f"process ended with {child.returncode}"])[-1])
+    if child.returncode:
+        raise RuntimeError((child.stderr.strip().splitlines() or [f"process ended with {child.returncode}"])[-1])
     return json.loads(child.stdout.splitlines()[-1])
 
 def trim() -> None:
@@ -366,7 +391,9 @@ def memory_case(
     "Peak memory of ours, and of the peers, each in a process of its own."
     sizes = {}
     for name in contenders(case, settings):
-        try: sizes[name] = in_fresh_process("tensorplay_attn.evidence.benchmark:child_memory", settings.threads, case=asdict(case), name=name)
+        try:
+            sizes[name] = in_fresh_process("tensorplay_attn.evidence.benchmark:child_memory",
+                settings.threads, case=asdict(case), name=name)
         except Exception as e:
             if name == "ours": raise
             sizes[name] = {"error": reason(e)}
@@ -377,11 +404,14 @@ def machine(settings: Settings) -> dict:
     "What the times are times of."
     try: lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError: lines = []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine())
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or platform.machine())
     try: triton = importlib.import_module("triton").__version__
     except ImportError: triton = None
-    return {"cpu": cpu, "cores": os.cpu_count(), "threads": settings.threads, "load": getattr(os, "getloadavg", lambda: (0.0,))()[0],
-            "system": platform.system(), "python": platform.python_version(), "torch": torch.__version__, "triton": triton,
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": settings.threads,
+            "load": getattr(os, "getloadavg", lambda: (0.0,))()[0],
+            "system": platform.system(), "python": platform.python_version(), "torch": torch.__version__,
+            "triton": triton,
             "numpy": numpy.__version__, "date": datetime.date.today().isoformat()}
 
 def _ms(record, name, clock="process"):  # a median in ms, or why there is none
@@ -436,7 +466,8 @@ STYLE = {"met": "green", "missed": "red", "error": "bold red"}
 def sections(records: list[dict]) -> list[tuple]:  # (columns, rows), those that have rows
     "The report's tables."
     timed = [r for r in records if r["case"]["group"] == "target"]
-    every = ((COLUMNS, table_rows(timed)), (MEMORY_COLUMNS, memory_rows(records)), (OTHER_COLUMNS, other_rows(records)),
+    every = ((COLUMNS, table_rows(timed)), (MEMORY_COLUMNS, memory_rows(records)),
+             (OTHER_COLUMNS, other_rows(records)),
              (COLUMNS, table_rows([r for r in records if r["case"]["group"] == "curve"])))
     return [(columns, rows) for columns, rows in every if rows]
 
@@ -457,8 +488,10 @@ def conclusion(report: dict) -> list[str]:
     m, records, lines = report["machine"], report["records"], []
     versions = f"torch {m['torch']}, triton {m['triton']}, python {m['python']}"
     lines.append(f"{m['cpu']}, {m['threads']} of {m['cores']} cores; {versions}; {m['date']}")
-    if m["load"] > 0.5: lines.append(f"The machine was busy in the minute before (load {m['load']:.1f}): trust wall times least.")
-    if report["settings"]["quick"]: lines.append("--quick: few rounds and part of the cases, no basis for a claim.")
+    if m["load"] > 0.5:
+        lines.append(f"The machine was busy in the minute before (load {m['load']:.1f}): trust wall times least.")
+    if report["settings"]["quick"]:
+        lines.append("--quick: few rounds and part of the cases, no basis for a claim.")
     by = {v: [r for r in records if r["verdict"] == v] for v in ("met", "missed", "error")}
     lines.append(f"Limits met: {len(by['met'])}, missed: {len(by['missed'])}; cases that failed: {len(by['error'])}.")
     for r in by["missed"]:
@@ -474,7 +507,8 @@ def plot_curves(
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8.5, 3.6), layout="constrained")
     for ax, backward in zip(figure.subplots(1, 2, sharey=True), (False, True)):
         for (mask, name), points in curves(records, backward).items():
-            ax.plot(*zip(*points), marker="o", ms=3, lw=1.4, color={"causal": "#1f5fa8", "window (255,0)": "#c2571a"}[mask],
+            ax.plot(*zip(*points), marker="o", ms=3, lw=1.4,
+                      color={"causal": "#1f5fa8", "window (255,0)": "#c2571a"}[mask],
                       ls="-" if name == "ours" else ":", label=f"{mask}, {name}")
         ax.set(title="forward + backward" if backward else "forward", xlabel="length L = S", yscale="log")
         ax.set_xscale("log", base=2)
@@ -492,7 +526,8 @@ def curves(records: list[dict], backward: bool) -> dict:
         if case["group"] != "curve" or case["backward"] != backward: continue
         for name, x in r.get("contenders", {}).items():
             mask = "causal" if case["is_causal"] else "window (255,0)"
-            if "process_ms" in x: lines.setdefault((mask, name), []).append((case["L"], x["process_ms"]["median"]))
+            if "process_ms" in x:
+                lines.setdefault((mask, name), []).append((case["L"], x["process_ms"]["median"]))
     return lines
 
 def svg_text(figure) -> str:
@@ -509,18 +544,22 @@ td:first-child,th:first-child{text-align:left}.met td:last-child{color:#176b2c}
 
 def html_page(report: dict) -> str:
     "The report as one file without links."
-    parts = [f"<p>{html.escape(line)}</p>" for line in conclusion(report)] + [_html_table(*section) for section in sections(report["records"])]
-    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Attention benchmark</title><style>{CSS}</style><h1>Attention benchmark</h1>'
+    parts = [f"<p>{html.escape(line)}</p>" for line in conclusion(report)] + [_html_table(*section)
+        for section in sections(report["records"])]
+    title = "Attention benchmark"
+    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{CSS}</style><h1>{title}</h1>'
             f'{"".join(parts)}{report_svg(report) or ""}</html>\n')
 
 def _html_table(columns, rows):
     def line(row, tag): return "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in row)
-    body = "".join(f'<tr class="{row[-1] if row[-1] in STYLE else ""}">{line(row, "td")}</tr>' for row in rows)
+    body = "".join(f'<tr class="{row[-1] if row[-1] in STYLE else ""}">{line(row, "td")}</tr>'
+        for row in rows)
     return f"<table><tr>{line(columns, 'th')}</tr>{body}</table>"
 
 def report_svg(report: dict) -> str | None:
     "The curves as an svg element; None without matplotlib or without curves."
-    if not any(r["case"]["group"] == "curve" and r["verdict"] != "error" for r in report["records"]): return None
+    if not any(r["case"]["group"] == "curve" and r["verdict"] != "error" for r in report["records"]):
+        return None
     try: text = svg_text(plot_curves(report["records"]))
     except ModuleNotFoundError: return None
     return text[text.index("<svg"):]
@@ -551,23 +590,30 @@ def select(
     quick: bool = False,
 ) -> list[Case]:
     "The cases asked for. A glob names exactly what runs, --quick or not."
-    if only: return [c for c in cases if fnmatch.fnmatchcase(c.id, only if any(x in only for x in "*?") else f"*{only}*")]
+    if only:
+        return [c for c in cases if fnmatch.fnmatchcase(c.id,
+            only if any(x in only for x in "*?") else f"*{only}*")]
     return [c for c in cases if c.quick or not quick]
 
 # %% ../../nbs/55_benchmark.ipynb #82dba30a
 def _progress(console):  # a rich bar, and the function that moves it
     columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()
-    bar = Progress(*columns, console=console, transient=True, auto_refresh=False)  # a thread that redraws would be in the times
+    # a thread that redraws would be in the times
+    bar = Progress(*columns, console=console, transient=True, auto_refresh=False)
     task = bar.add_task("", total=None)
-    return bar, lambda i, n, name: bar.update(task, completed=i, total=n, description=f"{name:<42}", refresh=True)
+    return bar, lambda i, n, name: bar.update(task, completed=i, total=n, description=f"{name:<42}",
+        refresh=True)
 
-def save(report: dict, json_file=None, html_file=None, svg_file=None) -> list[str]:  # what could not be written, and why
+def save(report: dict, json_file=None, html_file=None, svg_file=None) -> list[str]:
+    # what could not be written, and why
     "Write the files asked for."
     svg, notes = report_svg(report) if svg_file else None, []
-    for file, text in ((json_file, lambda: json.dumps(report, indent=1) + "\n"), (html_file, lambda: html_page(report)), (svg_file, lambda: svg)):
+    texts = lambda: json.dumps(report, indent=1) + "\n", lambda: html_page(report), lambda: svg
+    for file, text in zip((json_file, html_file, svg_file), texts):
         if not file: continue
         if (content := text()) is None:
-            notes.append(f"{file} was not written: no curves were run, or matplotlib is not installed (pip install 'tensorplay_attn[plots]')")
+            why = "no curves were run, or matplotlib is not installed (pip install 'tensorplay_attn[plots]')"
+            notes.append(f"{file} was not written: {why}")
             continue
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(content, encoding="utf-8")
@@ -576,7 +622,8 @@ def save(report: dict, json_file=None, html_file=None, svg_file=None) -> list[st
 @click.command("bench")
 @click.option("--quick", is_flag=True, help="Few rounds, the cheap cases, one peer: under a minute.")
 @click.option("--only", metavar="GLOB", help="Cases whose id matches, e.g. 'causal*fwd'.")
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True, help="Threads that torch may use.")
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True,
+    help="Threads that torch may use.")
 @click.option("--budget", type=click.FloatRange(0), help="Seconds a case  [default: 5, with --quick 0.4]")
 @click.option("--list", "list_only", is_flag=True, help="Name the cases and stop.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write everything measured.")
@@ -585,9 +632,11 @@ def save(report: dict, json_file=None, html_file=None, svg_file=None) -> list[st
 def bench_command(quick, only, threads, budget, list_only, json_file, html_file, svg_file):
     "Time our engines and their peers in turn, in one process."
     cases, console = select(all_cases(), only, quick), Console(width=None if sys.stdout.isatty() else 110)
-    if not cases: raise click.BadParameter(f"no case matches {only!r}; --list names them", param_hint="--only")
+    if not cases:
+        raise click.BadParameter(f"no case matches {only!r}; --list names them", param_hint="--only")
     if list_only: return click.echo("\n".join(c.id for c in cases))
-    settings = Settings(threads, budget if budget is not None else 0.4 if quick else 5.0, 2 if quick else 3, 50, quick)
+    settings = Settings(threads, budget if budget is not None else 0.4 if quick else 5.0,
+        2 if quick else 3, 50, quick)
     bar, moved = _progress(console)
     with bar: report = bench(cases, settings, moved)
     print_report(report, console)

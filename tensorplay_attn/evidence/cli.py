@@ -30,7 +30,7 @@ def chosen_cases(suites: tuple[str, ...], quick: bool, globs: tuple[str, ...]) -
             if suites: raise click.UsageError(f"the {name} suite cannot run: {e}") from e
             notes.append(f"The {name} suite was left out: {e}")
     cases = select(cases, globs)
-    if not cases: raise click.BadParameter(f"no case matches {', '.join(globs)}; --list names them", param_hint="--case")
+    if not cases: raise click.BadParameter(" ".join([f"no case matches {', '.join(globs)}; --list names them.", *notes]), param_hint="--case")
     return cases, notes
 
 def chosen_columns(engines: tuple[str, ...], impls: tuple[str, ...], torch_too: bool, device: str, in_process: bool) -> list[Column]:
@@ -48,6 +48,10 @@ def _progress(console):  # a bar with the case's name, and the function that mov
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task("", total=None)
     return bar, lambda i, n, name: bar.update(task, completed=i, total=n, description=name[:max(20, console.width - 48)])
+
+def _can_report():  # what is missing should be said before, not after
+    try: template()
+    except ModuleNotFoundError as e: raise click.UsageError(str(e)) from e
 
 def save(results: Results, json_file: str | None, html_file: str | None) -> None:
     "Write the files asked for."
@@ -78,7 +82,7 @@ def verify_command(engines, impls, suites, globs, quick, list_only, torch_too, d
     """
     cases, notes = chosen_cases(suites, quick, globs)
     if list_only: return click.echo("\n".join(c.id for c in cases))
-    if html_file: template()  # what is missing should be said before, not after
+    if html_file: _can_report()
     columns, console = chosen_columns(engines, impls, torch_too, device, in_process), Console(force_jupyter=False)
     bar, moved = _progress(console)
     with bar: results = run(cases, columns, moved)

@@ -152,7 +152,8 @@ alone: tensorplay-attn verify --case '{{ r.case }}'</pre></details>{% else %}<p>
 def template():
     "The page to fill in."
     try: jinja2 = importlib.import_module("jinja2")
-    except ModuleNotFoundError as e: raise ModuleNotFoundError("the HTML report needs jinja2: pip install jinja2", name="jinja2") from e
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError("the HTML report needs jinja2: pip install 'tensorplay_attn[report]'", name="jinja2") from e
     return jinja2.Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
 
 def to_html(results: Results) -> str:

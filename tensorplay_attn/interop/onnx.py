@@ -22,10 +22,14 @@ from ..reference import dense_forward, dense_scores, raw_scores
 # %% ../../nbs/40_onnx.ipynb #7a530287
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
 OUTPUTS = ("Y", "present_key", "present_value", "qk_matmul_output")
-ATTRIBUTES = {"scale": None, "is_causal": 0, "q_num_heads": None, "kv_num_heads": None, "softcap": 0.0, "softmax_precision": None,
-              "qk_matmul_output_mode": 0, "left_window_size": -1, "right_window_size": -1}  # with what they are when left out
-PRECISIONS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # ONNX's numbers for types
-ALLOWED = {"is_causal": (0, 1), "qk_matmul_output_mode": (0, 1, 2, 3), "softmax_precision": (None, *PRECISIONS)}
+ATTRIBUTES = {"scale": None, "is_causal": 0, "q_num_heads": None, "kv_num_heads": None, "softcap": 0.0,
+    "softmax_precision": None,
+              "qk_matmul_output_mode": 0, "left_window_size": -1,
+              "right_window_size": -1}  # with what they are when left out
+# ONNX's numbers for types
+PRECISIONS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
+ALLOWED = {"is_causal": (0, 1), "qk_matmul_output_mode": (0, 1, 2, 3),
+    "softmax_precision": (None, *PRECISIONS)}
 SINCE = {"nonpad_kv_seqlen": 24, "left_window_size": 25, "right_window_size": 25}
 
 def check_node(
@@ -40,9 +44,12 @@ def check_node(
     if opset < 23: raise ValueError(f"Attention exists since opset 23: {opset=}")
     for kind, given, known in (("attribute", attributes, ATTRIBUTES), ("input", inputs, INPUTS)):
         for name, x in given.items():
-            if name not in known: raise ValueError(f"Attention has no {kind} {name!r}, only {', '.join(known)}")
-            if x is not None and opset < SINCE.get(name, 23): raise ValueError(f"{kind} {name} exists since opset {SINCE[name]}: {opset=}")
-            if kind == "input" and not isinstance(x, Tensor | None): raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+            if name not in known:
+                raise ValueError(f"Attention has no {kind} {name!r}, only {', '.join(known)}")
+            if x is not None and opset < SINCE.get(name, 23):
+                raise ValueError(f"{kind} {name} exists since opset {SINCE[name]}: {opset=}")
+            if kind == "input" and not isinstance(x, Tensor | None):
+                raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     a = ATTRIBUTES | attributes
     for name, values in ALLOWED.items():
         if a[name] not in values: raise ValueError(f"{name} must be one of {values}: {name}={a[name]!r}")
@@ -51,8 +58,10 @@ def check_node(
     for name in ("left_window_size", "right_window_size"):
         if a[name] < -1: raise ValueError(f"{name} is a distance, or -1 for unlimited: {name}={a[name]}")
     for name in INPUTS[:3]:
-        if inputs.get(name) is None: raise ValueError(f"Attention needs {name}: given are {[n for n, x in inputs.items() if x is not None]}")
-        if inputs[name].dtype not in STATE_DTYPE: raise TypeError(f"{name} must be floating: {name}.dtype={inputs[name].dtype}")
+        if inputs.get(name) is None:
+            raise ValueError(f"Attention needs {name}: given are {[n for n, x in inputs.items() if x is not None]}")
+        if inputs[name].dtype not in STATE_DTYPE:
+            raise TypeError(f"{name} must be floating: {name}.dtype={inputs[name].dtype}")
     if a["scale"] is not None: check_number("scale", a["scale"])
     check_number("softcap", a["softcap"])
     if a["softcap"] < 0: raise ValueError(f"softcap must not be negative: softcap={a['softcap']}")
@@ -64,12 +73,16 @@ def split_heads(
     attribute: str, heads: int | None,  # the attribute that counts the heads
 ) -> Tensor:  # (B, heads, n, size), a view
     "Rank 3 to rank 4."
-    if x.ndim not in (3, 4): raise ValueError(f"{name} must have 3 or 4 dimensions: {name}.shape={tuple(x.shape)}")
+    if x.ndim not in (3, 4):
+        raise ValueError(f"{name} must have 3 or 4 dimensions: {name}.shape={tuple(x.shape)}")
     if x.ndim == 4:
-        if heads is not None: raise ValueError(f"{attribute} is for inputs of rank 3: {attribute}={heads}, {name}.shape={tuple(x.shape)}")
+        if heads is not None:
+            raise ValueError(f"{attribute} is for inputs of rank 3: {attribute}={heads}, {name}.shape={tuple(x.shape)}")
         return x
-    if heads is None: raise ValueError(f"{attribute} is needed for inputs of rank 3: {name}.shape={tuple(x.shape)}")
-    if heads < 1 or x.shape[2] % heads: raise ValueError(f"{attribute} must divide the last axis: {attribute}={heads}, {name}.shape={tuple(x.shape)}")
+    if heads is None:
+        raise ValueError(f"{attribute} is needed for inputs of rank 3: {name}.shape={tuple(x.shape)}")
+    if heads < 1 or x.shape[2] % heads:
+        raise ValueError(f"{attribute} must divide the last axis: {attribute}={heads}, {name}.shape={tuple(x.shape)}")
     return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
 def join_heads(y: Tensor) -> Tensor:  # (B, heads, n, size) -> (B, n, heads * size)
@@ -97,8 +110,10 @@ def fill_mask(
     n = mask.shape[-1] if mask.ndim else S
     if n >= S: return mask
     if lengths is not None and lengths.numel() and n < lengths.max():
-        raise ValueError(f"attn_mask is shorter than nonpad_kv_seqlen: attn_mask.shape={tuple(mask.shape)}, nonpad_kv_seqlen={lengths.tolist()}")
-    return torch.nn.functional.pad(mask, (0, S - n), value=False if mask.dtype == torch.bool else -torch.inf)
+        told = f"attn_mask.shape={tuple(mask.shape)}, nonpad_kv_seqlen={lengths.tolist()}"
+        raise ValueError(f"attn_mask is shorter than nonpad_kv_seqlen: {told}")
+    return torch.nn.functional.pad(mask, (0, S - n),
+        value=False if mask.dtype == torch.bool else -torch.inf)
 
 # %% ../../nbs/40_onnx.ipynb #761c8c77
 def check_cache(
@@ -108,9 +123,11 @@ def check_cache(
     "A cache is inside (a past), or outside (lengths), or there is none."
     say = lambda name: f"{name} is {'left out' if given[name] is None else tuple(given[name].shape)}"
     key, value, lengths = (given[n] for n in INPUTS[4:])
-    if (key is None) != (value is None): raise ValueError(f"past_key and past_value go together: {say('past_key')}, {say('past_value')}")
+    if (key is None) != (value is None):
+        raise ValueError(f"past_key and past_value go together: {say('past_key')}, {say('past_value')}")
     if lengths is None: return
-    if key is not None: raise ValueError(f"a cache is inside or outside: {say('past_key')}, {say('nonpad_kv_seqlen')}")
+    if key is not None:
+        raise ValueError(f"a cache is inside or outside: {say('past_key')}, {say('nonpad_kv_seqlen')}")
     check_vector("nonpad_kv_seqlen", lengths, B, (torch.int64,), given["Q"].device)
     if B and not 0 <= lengths.min() <= lengths.max() <= S:
         raise ValueError(f"nonpad_kv_seqlen must be from 0 to the {S} keys: nonpad_kv_seqlen={lengths.tolist()}")
@@ -120,14 +137,16 @@ def node_problem(
 ) -> AttentionProblem:
     "What a node asks."
     a, given = check_node(attributes, inputs, opset), dict.fromkeys(INPUTS) | inputs
-    if len({given[n].ndim for n in "QKV"}) > 1: raise ValueError(f"Q, K and V differ in rank: {[tuple(given[n].shape) for n in 'QKV']}")
+    if len({given[n].ndim for n in "QKV"}) > 1:
+        raise ValueError(f"Q, K and V differ in rank: {[tuple(given[n].shape) for n in 'QKV']}")
     q = split_heads("Q", given["Q"], "q_num_heads", a["q_num_heads"])
     k, v = (split_heads(n, given[n], "kv_num_heads", a["kv_num_heads"]) for n in "KV")
     check_cache(given, q.shape[0], k.shape[2])
     past, lengths, mask = given["past_key"], given["nonpad_kv_seqlen"], given["attn_mask"]
     k, v = with_past("past_key", past, k), with_past("past_value", given["past_value"], v)
     if mask is not None and opset >= 24: mask = fill_mask(mask, k.shape[2], lengths)
-    problem = make_problem(q, k, v, mask, is_causal=bool(a["is_causal"]), scale=a["scale"], softcap=a["softcap"],
+    problem = make_problem(q, k, v, mask, is_causal=bool(a["is_causal"]), scale=a["scale"],
+        softcap=a["softcap"],
                            window_size=(a["left_window_size"], a["right_window_size"]), kv_lengths=lengths)
     shift = lengths - q.shape[2] if lengths is not None else 0 if past is None else past.shape[2]
     problem = replace(problem, shift=shift)
@@ -155,10 +174,12 @@ def attention_node(
 ) -> dict[str, Tensor]:  # name -> tensor, in Q's dtype
     "One `Attention` node."
     for name in outputs:
-        if name not in OUTPUTS: raise ValueError(f"Attention has no output {name!r}, only {', '.join(OUTPUTS)}")
+        if name not in OUTPUTS:
+            raise ValueError(f"Attention has no output {name!r}, only {', '.join(OUTPUTS)}")
     problem, q = node_problem(attributes, inputs, opset), inputs["Q"]
     out, lse, _ = attend(problem)
-    make = {"Y": lambda: join_heads(out) if q.ndim == 3 else out, "present_key": lambda: problem.k, "present_value": lambda: problem.v,
+    make = {"Y": lambda: join_heads(out) if q.ndim == 3 else out, "present_key": lambda: problem.k,
+        "present_value": lambda: problem.v,
             "qk_matmul_output": lambda: qk_output(problem, attributes.get("qk_matmul_output_mode", 0), lse)}
     return {name: make[name]().to(q.dtype) for name in outputs}
 
@@ -175,7 +196,8 @@ def to_torch(a: np.ndarray) -> Tensor:  # a copy of the same dtype
 
 def to_numpy(t: Tensor) -> np.ndarray:  # a copy of the same dtype
     "torch to numpy, bfloat16 too."
-    if t.dtype == torch.bfloat16: return t.detach().contiguous().view(torch.int16).numpy().view(_need("ml_dtypes").bfloat16).copy()
+    if t.dtype == torch.bfloat16:
+        return t.detach().contiguous().view(torch.int16).numpy().view(_need("ml_dtypes").bfloat16).copy()
     return t.detach().numpy().copy()
 
 @dataclass(frozen=True, eq=False)
@@ -192,16 +214,18 @@ class NodeCase:
 # %% ../../nbs/40_onnx.ipynb #0bc65ff4
 def _node_case(onnx, case):
     node, (given, expected) = case.model.graph.node[0], case.data_sets[0]
-    named = lambda names, slots, arrays: dict(zip((s for s, n in zip(slots, names) if n), map(to_torch, arrays), strict=True))
+    named = lambda names, slots, arrays: dict(zip((s for s, n in zip(slots, names) if n),
+        map(to_torch, arrays), strict=True))
     return NodeCase(case.name.removeprefix("test_"), case.model.opset_import[0].version,
         {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute},
         named(node.input, INPUTS, given), named(node.output, OUTPUTS, expected), case.rtol, case.atol)
 
 @cache
 def node_cases() -> tuple[NodeCase, ...]:
-    "Every case the installed onnx generates for `Attention`, once a process; those that only spell the node out in smaller ones left out."
+    "Every case the installed onnx generates for `Attention`, once a process, but for those that spell the node out."
     onnx, suite, state = _need("onnx"), _need("onnx.backend.test.case.node"), np.random.get_state()
-    wanted = lambda: [c for c in suite.collect_testcases("Attention") if c.model.graph.node[0].op_type == "Attention"]
+    wanted = lambda: [c for c in suite.collect_testcases("Attention")
+        if c.model.graph.node[0].op_type == "Attention"]
     with np.errstate(all="ignore"):  # the generator overflows on purpose
         if not (cases := wanted()):  # generated on import: someone asked for another operator before
             importlib.reload(_need("onnx.backend.test.case.node.attention"))
@@ -217,7 +241,8 @@ def rounding_bound(
     r: int,  # roundings after the exponential
 ) -> Tensor:  # (B, H, L, S), or (B, H, L, Ev) for the answer
     "How far a computation with that roundoff may be from the truth."
-    E, size = problem.q.shape[3], dict(q=problem.q.abs(), k=problem.k.abs(), scale=abs(problem.scale), softcap=0.0)
+    E = problem.q.shape[3]
+    size = dict(q=problem.q.abs(), k=problem.k.abs(), scale=abs(problem.scale), softcap=0.0)
     eps = u * (E + 4) * raw_scores(replace(problem, **size))
     if mode == 0: return eps
     if problem.softcap > 0: eps = eps + 4 * u * raw_scores(problem).abs()
@@ -237,7 +262,8 @@ def allowed_error(
     "What may lie between an engine's outputs and the expected ones."
     posed, q = node_problem(case.attributes, case.inputs, case.opset), case.inputs["Q"]
     S, u = posed.k.shape[2], torch.finfo(q.dtype).eps / 2
-    through = [q.dtype, PRECISIONS.get(case.attributes.get("softmax_precision"), q.dtype)] + [torch.float32] * ("scale" in case.attributes)
+    through = [q.dtype, PRECISIONS.get(case.attributes.get("softmax_precision"), q.dtype)]
+    if "scale" in case.attributes: through.append(torch.float32)
     theirs, ours = max(torch.finfo(x).eps / 2 for x in through), torch.finfo(posed.state_dtype).eps / 2
     problem, allowed = posed.to(torch.float64), {}
     for name, want in case.outputs.items():
@@ -265,7 +291,8 @@ def compare(
 ) -> Verdict:
     "NaN equals only NaN, an infinity only itself, anything else what is within allowed."
     if got.shape != want.shape or got.dtype != want.dtype:
-        return Verdict(False, torch.inf, torch.inf, f"{tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}")
+        return Verdict(False, torch.inf, torch.inf,
+            f"{tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}")
     same = (got == want) | (got.isnan() & want.isnan())
     error = torch.where(same, 0, (got.double() - want.double()).abs()).nan_to_num(torch.inf, torch.inf)
     share = torch.where(same, 0, (error / allowed).nan_to_num(torch.inf, torch.inf))
@@ -277,19 +304,24 @@ def check_case(
     attend: Callable = dense_forward,  # problem -> (out, lse, max_scores)
 ) -> dict[str, Verdict]:  # output -> verdict
     "Put an engine before a case."
-    got, allowed = attention_node(case.attributes, case.inputs, case.opset, attend, tuple(case.outputs)), allowed_error(case)
-    return {name: compare(got[name], want, torch.minimum(*allowed[name])) for name, want in case.outputs.items()}
+    got = attention_node(case.attributes, case.inputs, case.opset, attend, tuple(case.outputs))
+    allowed = allowed_error(case)
+    return {name: compare(got[name], want, torch.minimum(*allowed[name]))
+        for name, want in case.outputs.items()}
 
 # %% ../../nbs/40_onnx.ipynb #e2a25ed0
-def node_model(attributes: dict, inputs: dict[str, Tensor | None], opset: int, outputs: tuple[str, ...] = ("Y",)):  # -> onnx.ModelProto
+def node_model(attributes: dict, inputs: dict[str, Tensor | None], opset: int, outputs: tuple[str, ...] = ("Y",)):
+    # -> onnx.ModelProto
     "A model of one node."
     onnx = _need("onnx")
     given = {n: to_numpy(inputs[n]) for n in INPUTS if inputs.get(n) is not None}
     kind = {n: onnx.helper.np_dtype_to_tensor_dtype(a.dtype) for n, a in given.items()}
-    slots = lambda names, used: [n if n in used else "" for n in names[:max(names.index(n) for n in used) + 1]]
+    slots = lambda names, used: [n if n in used else ""
+        for n in names[:max(names.index(n) for n in used) + 1]]
     node = onnx.helper.make_node("Attention", slots(INPUTS, given), slots(OUTPUTS, outputs), **attributes)
     info = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph([node], "attention", [info(n, kind[n], a.shape) for n, a in given.items()],
+    graph = onnx.helper.make_graph([node], "attention",
+        [info(n, kind[n], a.shape) for n, a in given.items()],
                                    [info(n, kind["Q"], None) for n in OUTPUTS if n in outputs])
     return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=10)
 
@@ -299,7 +331,10 @@ def onnx_answer(
 ) -> dict[str, Tensor]:
     "What onnx's own evaluator answers."
     model, names = node_model(attributes, inputs, opset, outputs), [n for n in OUTPUTS if n in outputs]
-    if spelt_out: model = _need("onnx.inliner").inline_selected_functions(model, [("", "Attention")], inline_schema_functions=True)
+    if spelt_out:
+        model = _need("onnx.inliner").inline_selected_functions(model, [("", "Attention")],
+            inline_schema_functions=True)
     given = {n: to_numpy(t) for n, t in inputs.items() if t is not None}
-    with np.errstate(all="ignore"): answer = _need("onnx.reference").ReferenceEvaluator(model).run(None, given)
+    with np.errstate(all="ignore"):
+        answer = _need("onnx.reference").ReferenceEvaluator(model).run(None, given)
     return dict(zip(names, map(to_torch, answer)))

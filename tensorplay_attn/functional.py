@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from .problem import check_dense, check_dropout, check_number, check_sizes, make_problem
+from .problem import check_dropout, check_number
 from .dropout import new_seed
-from .routing import check_gqa
+from .routing import pose_call
 from .autograd import attend
 
 # %% ../nbs/34_functional.ipynb #9359d538
@@ -32,37 +32,6 @@ def _autocast(*tensors):  # what autocast makes of a matrix product's inputs
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device): return tensors
     castable = lambda t: isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
     return tuple(t.to(torch.get_autocast_dtype(device)) if castable(t) else t for t in tensors)
-
-def _batch_axes(query, key, value):  # the axes before (heads, length, size), broadcast over all three
-    named = {"query": query, "key": key, "value": value}
-    for name, t in named.items():
-        check_dense(name, t)
-        if t.ndim < 2:
-            raise ValueError(f"{name} must have at least 2 dimensions (..., length, size): {name}.shape={tuple(t.shape)}")
-    if not query.ndim == key.ndim == value.ndim:
-        raise ValueError(f"query, key and value differ in rank: {query.ndim=}, {key.ndim=}, {value.ndim=}")
-    check_sizes(query, key, value)
-    if query.shape[:-3] == key.shape[:-3] == value.shape[:-3]: return query.shape[:-3]
-    try: return torch.broadcast_shapes(*(t.shape[:-3] for t in named.values()))
-    except RuntimeError:
-        shapes = ", ".join(f"{name}.shape={tuple(t.shape)}" for name, t in named.items())
-        raise ValueError(f"the batch axes of query, key and value do not broadcast: {shapes}") from None
-
-def _four_axes(t, batch):  # (batch, heads, length, size)
-    if t.ndim < 4: return t[(None,) * (4 - t.ndim)]
-    if t.ndim == 4 and t.shape[:1] == batch: return t
-    return t.expand(*batch, *t.shape[-3:]).flatten(0, -4)
-
-def _four_axes_mask(attn_mask, batch, size):  # a mask over more batch axes than one; size (H, L, S)
-    if attn_mask is None or len(batch) < 2: return attn_mask
-    check_dense("attn_mask", attn_mask)
-    size = (*batch, *size)
-    if attn_mask.ndim > len(size) or not all(m in (1, n) for m, n in zip(attn_mask.shape[::-1], size[::-1])):
-        shapes = f"{tuple(attn_mask.shape)=}, {size=}"
-        raise ValueError(f"attn_mask does not broadcast to (batch, heads, queries, keys): {shapes}")
-    if attn_mask.ndim < 4: return attn_mask
-    if attn_mask.shape[:-3].numel() == 1: return attn_mask.reshape(1, *attn_mask.shape[-3:])
-    return attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
 
 # %% ../nbs/34_functional.ipynb #eea90dc8
 def scaled_dot_product_attention(
@@ -91,20 +60,14 @@ def scaled_dot_product_attention(
         raise TypeError(f"return_aux must be an AuxRequest, not {type(return_aux).__name__}")
     for name, asked in (return_aux or AuxRequest())._asdict().items():
         check_number(f"return_aux.{name}", asked, bool)
-    check_number("enable_gqa", enable_gqa, bool)
     check_dropout(dropout_p)
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-    batch = _batch_axes(query, key, value)
-    q, k, v = (_four_axes(t, batch) for t in (query, key, value))
-    mask = _four_axes_mask(attn_mask, batch, (*q.shape[1:3], k.shape[2]))
-    problem = make_problem(q, k, v, mask, is_causal=is_causal, scale=scale, window_size=window_size,
-        alignment=alignment,
-        softcap=softcap, sinks=sinks)
-    check_gqa(query, key, enable_gqa)
+    problem, batch = pose_call(query, key, value, attn_mask, enable_gqa, is_causal=is_causal, scale=scale,
+        window_size=window_size, alignment=alignment, softcap=softcap, sinks=sinks)
     # last: a refused call draws nothing
     if dropout_p > 0: problem = replace(problem, dropout_p=float(dropout_p), seed=new_seed(query.device))
     out, lse, top = attend(problem, need_max=return_aux is not None and return_aux.max_scores)
-    if query.ndim < 4: out = out.reshape(*query.shape[:-1], v.shape[-1])
+    if query.ndim < 4: out = out.reshape(*query.shape[:-1], value.shape[-1])
     if query.ndim > 4: out = out.unflatten(0, batch)
     if return_aux is None: return out
     rows = lambda t, asked: t.reshape(out.shape[:-1]) if asked else None

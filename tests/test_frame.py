@@ -163,7 +163,7 @@ def test_fresh_import(module):
 
 WORDS = {
     "a sibling folder": r"\.\./shared",
-    "a path of a machine": r"/(work|farm|root|home)/\w",
+    "a path of a machine": r"/(work|farm|root|home)/[\w.]",
     "a temporary path": r"(?<!\{)/tmp/\w",
     "the host of a registry": r"\b(py(pi|thonhosted)|npm" r"js)\.(org|com|python)",
 }

@@ -218,3 +218,11 @@ def test_attention_from_many_threads():
     for t in threads: t.start()
     for t in threads: t.join()
     assert len(results) == 8 and all(torch.allclose(r, want, atol=1e-6) for r in results)
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (3, 4, 8), (2, 3, 2, 4, 8)], ids=str)
+def test_routing_is_asked_about_tensors_of_any_rank(shape):
+    x = rand(*shape)
+    p = SDPAParams(x, x, x, None, 0.1, True, False)
+    assert can_use_flash_attention(p) and can_use_efficient_attention(p)
+    with sdpa_kernel(FLASH): assert scaled_dot_product_attention(*p[:5], is_causal=True).shape == shape

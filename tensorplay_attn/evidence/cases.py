@@ -277,7 +277,7 @@ def _likely(kept, p):  # the number of kept weights, by the normal distribution
     return Verdict(not reason, off / allowed, reason=reason)
 
 def same_mask(column, call: Call, truth: Truth) -> list[Finding]:
-    "Kept exactly where page 13 says; the values are the identity."
+    "Kept exactly where page 11 says; the values are the identity."
     _bits_are_known(column, call)
     p, (B, H, L, _), S = truth.problem, call.query.shape, call.key.shape[-2]
     keep = keep_tile(p.seed, p.dropout_p, range(B), range(H), range(L), 0, S)

@@ -398,9 +398,10 @@ def _backward(problem, out, lse, d_out, d_lse, need_dbias):
     again = lambda part, *answer: _backward(_alone(part), *answer, need_dbias)
     ragged = problem.kv_lengths is not None or isinstance(problem.shift, Tensor)
     if ragged: return join_backward(problem, _sequences(problem), again, out, lse, d_out, d_lse)
-    delta = row_delta(out, d_out, d_lse, dtype)
+    fused = problem.softcap == 0 and problem.dropout_p == 0 and not (need_dbias and problem.bias is not None)
+    delta = None if fused and problem.sinks is None else row_delta(out, d_out, d_lse, dtype)
     if 0 in (B, H, L, S): grads = join_backward(problem, [], None, out, lse, d_out, d_lse)
-    elif problem.softcap == 0 and problem.dropout_p == 0 and not (need_dbias and problem.bias is not None):
+    elif fused:
         grads = join_backward(replace(problem, sinks=None), _fused_parts(problem), fused_backward, out, lse,
             d_out, d_lse)
     else:

@@ -191,6 +191,7 @@ def check_number(
     if kind is bool:
         if not isinstance(x, bool): raise TypeError(f"{name} must be a bool, not {_kind(x)}")
         return
+    if type(x) is kind and -math.inf < x < math.inf: return  # the usual case, without asking abstract classes
     # numpy's scalars among them
     kinds = (numbers.Integral, torch.SymInt) if kind is int else (numbers.Real, torch.SymInt, torch.SymFloat)
     if isinstance(x, (bool, Tensor)) or not isinstance(x, kinds):

@@ -135,9 +135,9 @@ def _four_axes_mask(attn_mask, batch, size):  # a mask over more batch axes than
 # %% ../nbs/32_routing.ipynb #a1d21ba1
 class SDPAParams(NamedTuple):
     "A call of scaled dot product attention, on record."
-    query: Tensor  # (B, H, L, E)
-    key: Tensor  # (B, Hkv, S, E)
-    value: Tensor  # (B, Hkv, S, Ev)
+    query: Tensor  # (..., H, L, E), rank 2 and up
+    key: Tensor  # (..., Hkv, S, E)
+    value: Tensor  # (..., Hkv, S, Ev)
     attn_mask: Tensor | None
     dropout: float
     is_causal: bool
@@ -154,8 +154,6 @@ def pose(params: SDPAParams) -> AttentionProblem:
     query, key, value, attn_mask, dropout_p, is_causal, enable_gqa = params
     return pose_call(query, key, value, attn_mask, enable_gqa, is_causal=is_causal, dropout_p=dropout_p,
         seed=torch.zeros(2, dtype=torch.int64))[0]
-
-
 
 # %% ../nbs/32_routing.ipynb #7dd78760
 def reasons_by_backend(problem: AttentionProblem) -> dict[SDPBackend, list[str]]:

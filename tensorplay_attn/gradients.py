@@ -61,11 +61,14 @@ def dense_backward(
     delta = row_delta(out, d_out, d_lse, dtype)
     capped = raw_scores(problem)
     s = mask_scores(problem, capped, *where)
-    seen, p, factor = s != -math.inf, recompute_weights(s, lse), dropout_factor(problem, *where)
+    seen, factor = s != -math.inf, dropout_factor(problem, *where)
+    # a row of NaN has no say in keys it does not see
+    p = torch.where(seen, recompute_weights(s, lse), 0)
     dp = product(fold(do, Hkv), v.mT).reshape(B, H, L, S)
     if factor is not None: dp = dp * factor
     ds = torch.where(seen, p * (dp - delta[..., None]), 0)
-    dx = (ds if problem.softcap == 0 else ds * (1 - (capped / problem.softcap) ** 2)) * problem.scale
+    slope = 1 if problem.softcap == 0 else torch.where(seen, 1 - (capped / problem.softcap) ** 2, 0)
+    dx = ds * slope * problem.scale
     dx, seen, w = fold(dx, Hkv), fold(seen, Hkv), fold(p if factor is None else p * factor, Hkv)
     dq = weighted_sum(dx, k, seen).reshape(B, H, L, E)
     dk = weighted_sum(dx.mT, fold(q, Hkv), seen.mT)

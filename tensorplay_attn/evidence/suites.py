@@ -181,6 +181,8 @@ def row_8() -> list[Case]:
     specs = [dict(label=f"nan-in-seen-{n}", edit=put(n, where, nan), **k) for n, where in seen.items() for k in ({}, dict(L=40, S=9, is_causal=True))]
     specs += [dict(label="nan-query", edit=put("query", (0, 1, 2), nan), L=40, S=9),
         dict(label="nan-in-bias", mask="bias:L,S", edit=put("attn_mask", (1, 2), nan))]
+    specs += every(dict(label="nan-query-and-unseen-keys", edit=put("query", (0, 1, 2), nan), L=9, S=9), dict(is_causal=True),
+        dict(is_causal=True, softcap=2.0), dict(window_size=(2, 1), dtype=F16), dict(mask="bool:L,S"))
     for n in ("key", "value"):
         specs += [dict(label=f"nan-in-{n}-beyond-length", edit=chain(put(n, (0, slice(None), slice(4, None)), nan), lengths(4, 7))),
             dict(label=f"nan-in-hidden-{n}", mask="bool:B,1,1,S", edit=chain(put(n, (*every_head, 3), nan), put("attn_mask", (..., 3), False))),

@@ -880,6 +880,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'tensorplay_attn/kernels/tile.py'),
                                               'tensorplay_attn.kernels.tile.needed': ( 'tile.html#needed',
                                                                                        'tensorplay_attn/kernels/tile.py'),
+                                              'tensorplay_attn.kernels.tile.power': ('tile.html#power', 'tensorplay_attn/kernels/tile.py'),
                                               'tensorplay_attn.kernels.tile.product': ( 'tile.html#product',
                                                                                         'tensorplay_attn/kernels/tile.py'),
                                               'tensorplay_attn.kernels.tile.ranges': ( 'tile.html#ranges',

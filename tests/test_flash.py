@@ -12,7 +12,7 @@ from tensorplay_attn.kernels import launch as launching
 from tensorplay_attn.kernels.flash_backward import flash_backward
 from tensorplay_attn.kernels.flash_forward import flash_forward
 from tensorplay_attn.kernels.launch import Config, guarded, recorded
-from tensorplay_attn.problem import AttentionProblem, make_problem
+from tensorplay_attn.problem import AttentionProblem, make_problem, restrict
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL, WIDE = Config(32, 32, 4, 1), Config(64, 16, 4, 1)
@@ -75,9 +75,9 @@ def test_head_sizes(E, Ev): judge(*example(40, 50, E=E, Ev=Ev, is_causal=True))
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0), (1, 1)])
-@pytest.mark.parametrize("E,Ev,B", [(0, 3, 1), (3, 0, 1), (3, 3, 0)])
-def test_nothing(sizes, E, Ev, B):
-    for sinks in (None, torch.tensor([0.5, -0.5])): judge(*example(*sizes, E=E, Ev=Ev, B=B, sinks=sinks))
+@pytest.mark.parametrize("E,Ev,B,H", [(0, 3, 1, 2), (3, 0, 1, 2), (3, 3, 0, 2), (3, 3, 1, 0)])
+def test_nothing(sizes, E, Ev, B, H):
+    for sinks in (None, torch.tensor([0.5, -0.5])[:H]): judge(*example(*sizes, E=E, Ev=Ev, B=B, H=H, sinks=sinks))
 
 
 HARD = {
@@ -119,6 +119,22 @@ def test_what_is_not_finite(where, value, knobs):
     judge(problem, do, config=Config(16, 16, 4, 1))
 
 
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+def test_what_is_dropped_and_not_finite(where):
+    "A weight that is dropped is 0 times what it was: NaN stays."
+    problem, do, _ = example(20, 20, Ev=8, dropout_p=0.5, seed=torch.tensor([5, 6]), is_causal=True)
+    {"q": problem.q, "k": problem.k, "v": problem.v, "do": do}[where][0, 0, 12, 3] = math.nan
+    judge(problem, do, config=Config(16, 16, 4, 1))
+
+
+def test_a_part_of_a_problem():
+    "Its dropout bits would be others: refused, where they matter."
+    problem, _, _ = example(20, 20, dropout_p=0.5, seed=torch.tensor([5, 6]))
+    with pytest.raises(ValueError, match="origin"): flash_forward(restrict(problem, rows=slice(4, 8)))
+    part = restrict(replace(problem, dropout_p=0.0, seed=None), rows=slice(4, 8))
+    assert torch.equal(flash_forward(part)[0], flash_forward(replace(problem, dropout_p=0.0, seed=None))[0][:, :, 4:8])
+
+
 def test_two_bad_scores_in_a_row():
     "NaN and +inf in one row of scores, in either order: NaN, whatever a maximum does with NaN."
     problem, _, _ = example(20, 20)
@@ -155,7 +171,8 @@ def test_a_batch_of_lengths():
         problem, do, d_lse = example(50, 60, B=3, H=2, is_causal=True, kv_lengths=lengths, alignment=alignment)
         out, lse, _, grads = judge(problem, do, d_lse)
         for b in (0, 2):
-            alone = make_problem(problem.q[b:b + 1], problem.k[b:b + 1, :, :lengths[b]], problem.v[b:b + 1, :, :lengths[b]], is_causal=True, alignment=alignment)
+            keys = slice(b, b + 1), slice(None), slice(0, lengths[b])
+            alone = make_problem(problem.q[b:b + 1], problem.k[keys], problem.v[keys], is_causal=True, alignment=alignment)
             o, l, _, g = run(alone, do[b:b + 1], d_lse[b:b + 1])
             assert torch.equal(o[0], out[b]) and torch.equal(l[0], lse[b]) and torch.equal(g.dk[0], grads.dk[b, :, :lengths[b]])
 

@@ -6,15 +6,14 @@
 __all__ = ['weights', 'score_gradient', 'load_stats', 'dq_range', 'dkdv_range', 'flash_backward']
 
 # %% ../../nbs/22_flash_backward.ipynb #c769f483
-import torch
 from torch import Tensor
 import triton
 import triton.language as tl
 from ..problem import AttentionProblem
 from ..gradients import Gradients, sink_gradient
 from .launch import Config, block, cdiv, constants, fresh, launch, pick
-from .tile import (LOG2E, drop, entry, is_odd, keep_tile, load_rows, locate, needed, product, ranges, rule_of, scores, seen,
-    slope, store_rows, view, weigh)
+from .tile import (LOG2E, drop, entry, is_odd, keep_tile, load_rows, locate, needed, power, product, ranges,
+    rule_of, scores, seen, slope, store_rows, view, weigh)
 
 # %% ../../nbs/22_flash_backward.ipynb #919474d4
 @triton.jit
@@ -29,9 +28,9 @@ def _row_delta(first, out, do, d_lse, delta, H, L, tiles, EV: tl.constexpr, BLOC
 
 # %% ../../nbs/22_flash_backward.ipynb #4991a186
 @triton.jit
-def weights(s, lse):
-    "exp(score - lse) in base 2, s of -inf where not seen; rows that saw nothing have no weights."
-    return tl.exp2(s - tl.where(lse == float("-inf"), 0.0, lse))
+def weights(s, lse, BASE_E: tl.constexpr = False):
+    "exp(score - lse) in base 2 or e, s of -inf where not seen; rows that saw nothing have no weights."
+    return power(s - tl.where(lse == float("-inf"), 0.0, lse), BASE_E)
 
 @triton.jit
 def score_gradient(w, dp, delta, s, keep, rule, EDGE: tl.constexpr):
@@ -41,9 +40,10 @@ def score_gradient(w, dp, delta, s, keep, rule, EDGE: tl.constexpr):
     return tl.where(keep, ds, 0.0) if EDGE else ds
 
 @triton.jit
-def load_stats(lse, delta, rows, live):
-    "lse in base 2, and delta, of some rows."
-    return tl.load(lse + rows, mask=live, other=0.0) * LOG2E, tl.load(delta + rows, mask=live, other=0.0)
+def load_stats(lse, delta, rows, live, BASE_E: tl.constexpr = False):
+    "lse in base 2 or e, and delta, of some rows."
+    z = tl.load(lse + rows, mask=live, other=0.0)
+    return z if BASE_E else z * LOG2E, tl.load(delta + rows, mask=live, other=0.0)
 
 # %% ../../nbs/22_flash_backward.ipynb #78248b78
 @triton.jit
@@ -85,7 +85,7 @@ def _flash_bwd_dq(first, q, k, v, do, lse, delta, dq, rule, H, G, L, S, tiles, E
             part != 1, False, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
     if is_odd(acc):
         acc = dq_range(tl.zeros([BLOCK_M, BLOCK_E], tl.float32), q_tile, do_tile, lse_i, delta_i, k, v, b, h, h // G, 0, i, i + shift,
-            spans[0], spans[3], n, rule, True, True, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
+            spans[0], spans[3], n, rule, True, True, E, EV, BLOCK_M, 16, BLOCK_E, BLOCK_EV)
     store_rows(dq, b, h, i, live, acc * rule.scale, E, BLOCK_E)
 
 # %% ../../nbs/22_flash_backward.ipynb #712b5ce7
@@ -103,20 +103,22 @@ def dkdv_range(dk, dv, k, v, q, do, lse, delta, b, h, q0, row0, L, start_n, j, s
         keep = seen((i + shift)[None, :], j[:, None], n, rule) & live[None, :]
         if CAREFUL: keep &= s != float("-inf")
         w = weights(tl.where(keep, s, float("-inf")) if EDGE else s, lse_i[None, :])
-        dp, w_kept = product(v, tl.trans(do_tile)), w
+        w_kept = w
         if rule.dropout is not None:
             kept = tl.trans(keep_tile(rule.dropout, b, h, i, start_n, BLOCK_M, BLOCK_N))
-            dp, w_kept = drop(dp, kept, rule.dropout), drop(w, kept, rule.dropout)
+            w_kept = drop(w, kept, rule.dropout)
         dv = weigh(w_kept, keep, do_tile, dv, CAREFUL)
+        dp = product(v, tl.trans(do_tile))
+        if rule.dropout is not None: dp = drop(dp, kept, rule.dropout)
         ds = score_gradient(w, dp, delta_i[None, :], s, keep, rule, EDGE)
         dk = weigh(ds, keep, q_tile, dk, CAREFUL)
     return dk, dv
 
 # %% ../../nbs/22_flash_backward.ipynb #51ce1cdf
 @triton.jit
-def _flash_bwd_dkdv(first, q, k, v, do, lse, delta, dk, dv, rule, H, G, L, S, tiles, E: tl.constexpr, EV: tl.constexpr,
+def _flash_bwd_dkdv(first, q, k, v, do, lse, delta, dk, dv, rule, Hkv, G, L, S, tiles, E: tl.constexpr, EV: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr):
-    tile, b, h_kv = locate(first, tiles, H // G)
+    tile, b, h_kv = locate(first, tiles, Hkv)
     start_n = tile * BLOCK_N
     j = start_n + tl.arange(0, BLOCK_N)
     n, shift = entry(rule, b, S)
@@ -127,7 +129,7 @@ def _flash_bwd_dkdv(first, q, k, v, do, lse, delta, dk, dv, rule, H, G, L, S, ti
     dk_tile, dv_tile = tl.zeros([BLOCK_N, BLOCK_E], tl.float32), tl.zeros([BLOCK_N, BLOCK_EV], tl.float32)
     for g in range(G):
         h = h_kv * G + g
-        row0 = (b.to(tl.int64) * H + h) * L
+        row0 = (b.to(tl.int64) * Hkv * G + h) * L
         for part in tl.static_range(3):
             dk_tile, dv_tile = dkdv_range(dk_tile, dv_tile, k_tile, v_tile, q, do, lse, delta, b, h, 0, row0, L, start_n, j, shift,
                 spans[part], spans[part + 1], n, rule, part != 1, False, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
@@ -136,9 +138,9 @@ def _flash_bwd_dkdv(first, q, k, v, do, lse, delta, dk, dv, rule, H, G, L, S, ti
         dk_tile, dv_tile = tl.zeros([BLOCK_N, BLOCK_E], tl.float32), tl.zeros([BLOCK_N, BLOCK_EV], tl.float32)
         for g in range(G):
             h = h_kv * G + g
-            row0 = (b.to(tl.int64) * H + h) * L
+            row0 = (b.to(tl.int64) * Hkv * G + h) * L
             dk_tile, dv_tile = dkdv_range(dk_tile, dv_tile, k_tile, v_tile, q, do, lse, delta, b, h, 0, row0, L, start_n, j, shift,
-                spans[0], spans[3], n, rule, True, True, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
+                spans[0], spans[3], n, rule, True, True, E, EV, 16, BLOCK_N, BLOCK_E, BLOCK_EV)
     live = j < S
     store_rows(dk, b, h_kv, j, live, dk_tile * rule.scale, E, BLOCK_E)
     store_rows(dv, b, h_kv, j, live, dv_tile, EV, BLOCK_EV)
@@ -163,6 +165,6 @@ def flash_backward(
     launch(_flash_bwd_dq, tiles * B * H, q.device, *ins, view(dq), rule, *sizes, tiles, **constants(c, E, Ev))
     c = pick("flash_backward_dkdv", problem, config)
     tiles = cdiv(S, c.block_n)
-    launch(_flash_bwd_dkdv, tiles * B * Hkv, q.device, *ins, view(dk), view(dv), rule, *sizes, tiles, **constants(c, E, Ev))
+    launch(_flash_bwd_dkdv, tiles * B * Hkv, q.device, *ins, view(dk), view(dv), rule, Hkv, problem.G, L, S, tiles, **constants(c, E, Ev))
     dsinks = None if problem.sinks is None else sink_gradient(problem.sinks, lse, delta).to(problem.sinks.dtype)
     return Gradients(dq, dk, dv, None, dsinks)

@@ -47,9 +47,9 @@ def attend(q, k, v, b, h, h_kv, k0, i, p, spans, n, rule, E: tl.constexpr, EV: t
     for part in tl.static_range(3):
         m1, l1, acc1 = attend_range(m1, l1, acc1, q, k, v, b, h, h_kv, k0, i, p, spans[part], spans[part + 1], n, rule, part != 1, False,
             E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
-    if is_odd(acc1):
+    if is_odd(acc1) | is_odd(l1):
         m1, l1, acc1 = attend_range(m, l, acc, q, k, v, b, h, h_kv, k0, i, p, start, stop, n, rule, True, True,
-            E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
+            E, EV, BLOCK_M, 16, BLOCK_E, BLOCK_EV)
     return m1, l1, acc1
 
 # %% ../../nbs/21_flash_forward.ipynb #78cf0144

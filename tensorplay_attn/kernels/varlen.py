@@ -423,7 +423,7 @@ def dq_rows(q, k, v, do, lse, delta, dq, rule, packs, n, h, h_kv, i, low, high, 
             part != 1, False, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
     if is_odd(acc):
         acc = dq_range(tl.zeros([BLOCK_M, BLOCK_E], tl.float32), q_tile, do_tile, lse_i, delta_i, k, v, n, h, h_kv, k0, i, i + shift,
-            spans[0], spans[3], S, rule, True, True, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
+            spans[0], spans[3], S, rule, True, True, E, EV, BLOCK_M, 16, BLOCK_E, BLOCK_EV)
     store_rows(dq, n, h, q0 + i, live, acc * rule.scale, E, BLOCK_E)
 
 @triton.jit
@@ -479,7 +479,7 @@ def key_rows(q, k, v, do, lse, delta, dk, dv, rule, packs, n, h_kv, start_n, G, 
     dk_tile, dv_tile = tl.where(live[:, None], dk_tile, 0.0), tl.where(live[:, None], dv_tile, 0.0)
     if is_odd(dk_tile) | is_odd(dv_tile):
         dk_tile, dv_tile = group_range(none_k, none_v, k_tile, v_tile, q, do, lse, delta, rule, packs, n, h_kv, start_n, G, T, True, True,
-            E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
+            E, EV, 16, BLOCK_N, BLOCK_E, BLOCK_EV)
     store_rows(dk, n, h_kv, k0 + j, j < room, dk_tile * rule.scale, E, BLOCK_E)
     store_rows(dv, n, h_kv, k0 + j, j < room, dv_tile, EV, BLOCK_EV)
 
@@ -567,7 +567,7 @@ def _paged_bwd_dkdv(first, q, k, v, do, lse, delta, dk, dv, rule, packs, users, 
     dk_tile, dv_tile = tl.where(live[:, None], dk_tile, 0.0), tl.where(live[:, None], dv_tile, 0.0)
     if is_odd(dk_tile) | is_odd(dv_tile):
         dk_tile, dv_tile = users_range(none_k, none_v, k_tile, v_tile, q, do, lse, delta, rule, packs, users, page, start, stop, row, h_kv,
-            G, T, True, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
+            G, T, True, E, EV, 16, BLOCK_N, BLOCK_E, BLOCK_EV)
     store_rows(dk, b, h_kv, r, r < page, dk_tile * rule.scale, E, BLOCK_E)
     store_rows(dv, b, h_kv, r, r < page, dv_tile, EV, BLOCK_EV)
 

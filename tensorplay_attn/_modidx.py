@@ -742,6 +742,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'tensorplay_attn/interop/onnx.py'),
                                               'tensorplay_attn.interop.onnx.onnx_answer': ( 'onnx.html#onnx_answer',
                                                                                             'tensorplay_attn/interop/onnx.py'),
+                                              'tensorplay_attn.interop.onnx.own_error': ( 'onnx.html#own_error',
+                                                                                          'tensorplay_attn/interop/onnx.py'),
                                               'tensorplay_attn.interop.onnx.qk_output': ( 'onnx.html#qk_output',
                                                                                           'tensorplay_attn/interop/onnx.py'),
                                               'tensorplay_attn.interop.onnx.rounding_bound': ( 'onnx.html#rounding_bound',

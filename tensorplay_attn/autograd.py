@@ -40,11 +40,15 @@ def _without_autocast(device):
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else contextlib.nullcontext()
 
+def _named(name, problem):  # an engine that was asked for, if it can
+    if reasons := ENGINES[name].reasons(problem): raise RuntimeError(f"the {name} engine cannot run this problem: {'; '.join(reasons)}")
+    return ENGINES[name]
+
 @torch.library.custom_op("tensorplay_attn::forward", mutates_args=(), device_types=None,
     schema=f"(str engine, bool need_max, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 def _forward_op(engine, need_max, *args):
     problem = unpack(*args)
-    engine = choose(problem)[1] if engine == "" else ENGINES[engine]
+    engine = choose(problem)[1] if engine == "" else _named(engine, problem)
     with _without_autocast(problem.q.device.type): out, lse, top = engine.forward(problem, need_max)
     top = top.contiguous() if need_max else lse.new_empty(0)
     return out.contiguous(), lse.contiguous(), top, torch.tensor(list(ENGINES).index(engine.name))

@@ -1,5 +1,6 @@
 "The command as people run it: a process, files, an exit status."
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +24,8 @@ def deadly(query, key, value, is_causal=False):
 """
 
 
-def run(*arguments, cwd):
-    return subprocess.run([COMMAND, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300)
+def run(*arguments, cwd, **env):
+    return subprocess.run([COMMAND, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300, env=os.environ | env)
 
 
 def call(*arguments): return CliRunner().invoke(cli.main, list(arguments))
@@ -38,6 +39,13 @@ def test_verify_writes_its_reports(tmp_path):
     assert {c["name"]: c["decides"] for c in report["columns"]} == {"math": True, "tiled": True, "torch math": False, "torch flash": False}
     assert report["failures"] == 0 and any(r["status"] == "fail" for r in report["records"])  # PyTorch's, which decide nothing
     assert "where others differ" in done.stdout.lower() and "</html>" in page
+
+
+def test_kernels_in_the_interpreter(tmp_path):
+    done = run("verify", "--engine", "flash", "--engine", "efficient", "--no-torch", "--case", "R3/default/causal/L5-S9*",
+               "--case", "R7/row/*/float16/*", cwd=tmp_path, TRITON_INTERPRET="1")
+    assert done.returncode == 0 and "4 cases, 2 columns; no failure of flash, efficient" in done.stdout, done.stdout + done.stderr
+    assert "flash cannot, 2 cases: FLASH_ATTENTION knows structural masks only" in done.stdout
 
 
 def test_strangers_decide(tmp_path):
@@ -66,6 +74,7 @@ def test_lists():
 @pytest.mark.parametrize("wrong, words", [
     (["--case", "nothing"], "--list names them"), (["--suite", "speed"], "'contract', 'onnx', 'faults'"), (["--engine", "fast"], "'math', 'tiled'"),
     (["--impl", "no_colon", "--case", "R3/*"], "module:function"), (["--impl", "json:nothing", "--case", "R3/*"], "nothing"),
+    (["--engine", "flash"], "set TRITON_INTERPRET=1"), (["--engine", "cudnn"], "CUDA"), (["--device", "nowhere"], "nowhere"),
     (["--impl", "nowhere.py:f", "--case", "R3/*"], "nowhere.py"), (["--impl", "json:__name__", "--case", "R3/*"], "callable"),
 ])
 def test_wrong_options_are_status_2(wrong, words):

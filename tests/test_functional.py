@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import tensorplay_attn
 from tensorplay_attn import SDPAParams, SDPBackend, can_use_efficient_attention, can_use_flash_attention, explain_routing, sdpa_kernel
 from tensorplay_attn.autograd import attend, pack
-from tensorplay_attn.engines import ENGINES
 from tensorplay_attn.functional import AuxOutput, AuxRequest, scaled_dot_product_attention
 from tensorplay_attn.problem import make_problem
 from tensorplay_attn.routing import DEFAULT_ORDER, choose, permitted_backends, pose
@@ -144,7 +143,7 @@ def test_export_keeps_one_node_through_the_default_decompositions(knobs):
     assert got.equal(Layer()(*args))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["math", "tiled"])  # the others: test_routing_kernels
 @pytest.mark.parametrize("knobs", [{}, dict(is_causal=True), dict(softcap=2.0), dict(window_size=(2, 1), alignment="lower_right")], ids=str)
 def test_opcheck(engine, knobs):
     q, k, v = (rand(1, 2, n, 8, requires_grad=True) for n in (5, 20, 20))

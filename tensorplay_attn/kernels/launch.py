@@ -10,6 +10,7 @@ __all__ = ['MAX_PROGRAMS', 'BAND', 'CONFIGS', 'ANY', 'NVIDIA', 'SHARED', 'launch
 # %% ../../nbs/19_launch.ipynb #76e6ab83
 import contextlib
 import math
+import warnings
 from contextvars import ContextVar
 from typing import NamedTuple
 import numpy as np
@@ -49,8 +50,12 @@ def recorded(
     try: yield calls
     finally: _RECORD.reset(token)
 
-def _ready(device: torch.device):  # the current device; in the interpreter, silence where a GPU would be silent: about inf - inf
-    return np.errstate(all="ignore") if device.type == "cpu" else torch.get_device_module(device).device(device)
+@contextlib.contextmanager
+def _ready(device: torch.device):  # the current device; in the interpreter, silence where a GPU is silent: about inf - inf, or rows of NaN
+    if device.type != "cpu":
+        with torch.get_device_module(device).device(device): yield
+    else:
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=RuntimeWarning): yield
 
 def launch(
     kernel,  # a jit function whose first parameter is the number of its first program
@@ -213,6 +218,7 @@ _table("packed_backward_dq", ["sm_90"], ((2, 128), (64, 32, 4, 2), "as flash att
 _table("packed_backward_dkdv", ["sm_90"],
     ((2, 64), (32, 64, 4, 2), "as flash attention, but 64 queries would spill; two programs"),
     ((2, 128), (32, 64, 8, 2), "as flash attention, but 64 queries would spill"))
+_table("packed_forward", ["sm_80"], ((2, 64), (64, 64, 4, 3), "as flash attention, but 128 rows would spill"))
 _table("packed_backward_dkdv", ["sm_80"], ((2, 128), (32, 64, 8, 2), "as flash attention, but 64 queries would spill"))
 _table("packed_forward", NVIDIA, ((4, 64), (16, 32, 4, 2), "multiply-adds: as flash attention, but 32 rows would spill"))
 _table("packed_backward_dq", NVIDIA, ((4, 64), (16, 16, 4, 2), "multiply-adds: as flash attention, but 32 keys would spill"))
@@ -225,9 +231,12 @@ _table("efficient_backward_dbias", ["sm_80"],
     ((2, 64), (32, 64, 4, 1), "a sum of 32 x 64 stays in registers while heads or batch entries go by; 64 x 64 would spill"),
     ((2, 128), (32, 64, 8, 1), "a sum of 32 x 64 stays in registers; 64 x 64 would spill"))
 
+_table("efficient_backward_dbias", ["sm_90", "sm_100"],
+    ((2, ANY), (64, 32, 8, 1), "64 rows, which wgmma takes; 32 keys, for registers"))
+
 _table("packed_forward_tiny", [*NVIDIA, "gfx942"],
-    ((2, 128), (16, 64, 4, 2), "16 rows are all there are, so many keys at a time; nothing spills"),
-    ((2, ANY), (16, 16, 4, 1), "16 rows are all there are; 64 keys of 256 columns would not fit"),
+    ((2, 128), (16, 64, 4, 2), "16 rows are all there are, so many keys at a time"),
+    ((2, ANY), (16, 16, 4, 1), "16 rows are all there are; few keys of 256 columns at a time, for registers"),
     ((4, 64), (16, 16, 4, 1), "16 rows are all there are; the smallest tile for multiply-adds"),
     ((4, ANY), (16, 16, 8, 1), "16 rows are all there are; the smallest tile for multiply-adds"))
 
@@ -276,42 +285,46 @@ SHARED: dict[tuple[str, str], tuple[int | None, ...]] = {
     ("flash_forward", "sm_80"): (32768, 98304, 69632, 28800, 43072, 49152),
     ("flash_forward", "sm_90"): (65536, 163840, 163840, 28800, 43072, 49152),
     ("flash_forward", "sm_100"): (66560, 132096, 98848, 28800, 43072, 49152),
-    ("flash_forward", "gfx942"): (16384, 32768, 32768, 16384, 32768, None),
+    ("flash_forward", "gfx942"): (16384, 32768, 32768, 16384, 32768, 32768),
     ("flash_backward_dq", "sm_80"): (32768, 73728, 65536, 26624, 51200, 65536),
     ("flash_backward_dq", "sm_90"): (49152, 98304, 131072, 26624, 51200, 65536),
     ("flash_backward_dq", "sm_100"): (74752, 148480, 148480, 26624, 51200, 65536),
-    ("flash_backward_dq", "gfx942"): (8192, 16384, None, 8192, 16384, None),
+    ("flash_backward_dq", "gfx942"): (8192, 16384, 16384, 8192, 16384, 16384),
     ("flash_backward_dkdv", "sm_80"): (41216, 74240, 81920, 26752, 33920, 66560),
     ("flash_backward_dkdv", "sm_90"): (50176, 99328, 131328, 26752, 33920, 66560),
     ("flash_backward_dkdv", "sm_100"): (82944, 164864, 164864, 26752, 33920, 66560),
-    ("flash_backward_dkdv", "gfx942"): (8192, 16384, None, 8192, 16384, None),
+    ("flash_backward_dkdv", "gfx942"): (8192, 16384, 16384, 8192, 16384, 16384),
     ("efficient_forward", "sm_80"): (49152, 81920, None, 32896, 45120, None),
-    ("efficient_forward", "sm_90"): (98304, 196608, None, 32896, 45120, None),
-    ("efficient_forward", "sm_100"): (None, None, None, 32896, 45120, None),
+    ("efficient_forward", "sm_90"): (98304, 196608, 172032, 32896, 45120, None),
+    ("efficient_forward", "sm_100"): (None, 164384, None, 32896, 45120, None),
+    ("efficient_forward", "gfx942"): (None, None, 32768, None, None, 16384),
     ("efficient_backward_dq", "sm_80"): (40960, 81920, None, 28672, 53248, None),
-    ("efficient_backward_dq", "sm_90"): (57344, 106496, None, 28672, 53248, None),
-    ("efficient_backward_dq", "sm_100"): (None, None, None, 28672, 53248, None),
+    ("efficient_backward_dq", "sm_90"): (57344, 106496, 135168, 28672, 53248, None),
+    ("efficient_backward_dq", "sm_100"): (None, 163888, None, 28672, 53248, None),
+    ("efficient_backward_dq", "gfx942"): (None, None, 16384, None, None, 8192),
     ("efficient_backward_dkdv", "sm_80"): (45312, 35072, None, 28800, 34944, None),
-    ("efficient_backward_dkdv", "sm_90"): (51712, 102912, None, 28800, 34944, None),
-    ("efficient_backward_dkdv", "sm_100"): (None, None, None, 28800, 34944, None),
+    ("efficient_backward_dkdv", "sm_90"): (51712, 102912, 135424, 28800, 34944, None),
+    ("efficient_backward_dkdv", "sm_100"): (None, 180800, None, 28800, 34944, None),
+    ("efficient_backward_dkdv", "gfx942"): (None, None, 16384, None, None, 8192),
     ("efficient_backward_dbias", "sm_80"): (12288, 32768, None, 24576, 32768, None),
-    ("efficient_backward_dbias", "sm_90"): (32768, 65536, None, 24576, 32768, None),
-    ("efficient_backward_dbias", "sm_100"): (None, None, None, 24576, 32768, None),
-    ("packed_forward", "sm_80"): (32768, 98304, None, 22592, 43072, None),
-    ("packed_forward", "sm_90"): (65536, 131072, None, 22592, 43072, None),
-    ("packed_forward", "sm_100"): (None, None, None, 22592, 43072, None),
+    ("efficient_backward_dbias", "sm_90"): (32768, 65536, 98304, 24576, 32768, None),
+    ("efficient_backward_dbias", "sm_100"): (None, 65544, None, 24576, 32768, None),
+    ("efficient_backward_dbias", "gfx942"): (None, None, 16384, None, None, 8192),
+    ("packed_forward", "sm_80"): (40960, 98304, None, 22592, 43072, None),
+    ("packed_forward", "sm_90"): (65536, 131072, 163840, 22592, 43072, None),
+    ("packed_forward", "sm_100"): (None, 132096, None, 22592, 43072, None),
     ("packed_backward_dq", "sm_80"): (32768, 73728, None, 17408, 51200, None),
-    ("packed_backward_dq", "sm_90"): (49152, 65536, None, 17408, 51200, None),
-    ("packed_backward_dq", "sm_100"): (None, None, None, 17408, 51200, None),
+    ("packed_backward_dq", "sm_90"): (49152, 65536, 131072, 17408, 51200, None),
+    ("packed_backward_dq", "sm_100"): (None, 148480, None, 17408, 51200, None),
     ("packed_backward_dkdv", "sm_80"): (41216, 53504, None, 26752, 33920, None),
-    ("packed_backward_dkdv", "sm_90"): (33024, 65792, None, 26752, 33920, None),
-    ("packed_backward_dkdv", "sm_100"): (None, None, None, 26752, 33920, None),
-    ("packed_forward_tiny", "sm_80"): (None, None, None, 17408, 33792, None),
-    ("packed_forward_tiny", "sm_90"): (23040, 43520, None, 17408, 33792, None),
-    ("packed_forward_tiny", "sm_100"): (None, None, None, 17408, 33792, None),
+    ("packed_backward_dkdv", "sm_90"): (33024, 65792, 131328, 26752, 33920, None),
+    ("packed_backward_dkdv", "sm_100"): (None, 164864, None, 26752, 33920, None),
+    ("packed_forward_tiny", "sm_80"): (23040, 43520, None, 17408, 33792, None),
+    ("packed_forward_tiny", "sm_90"): (23040, 43520, 40960, 17408, 33792, None),
+    ("packed_forward_tiny", "sm_100"): (None, 43520, None, 17408, 33792, None),
     ("decode", "sm_80"): (19456, 37888, None, 13312, 25664, None),
-    ("decode", "sm_90"): (19456, 37888, None, 13312, 25664, None),
-    ("decode", "sm_100"): (None, None, None, 13312, 25664, None),
+    ("decode", "sm_90"): (19456, 37888, 41984, 13312, 25664, None),
+    ("decode", "sm_100"): (None, 37888, None, 13312, 25664, None),
 }
 
 def shared_memory_needed(

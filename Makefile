@@ -1,6 +1,6 @@
 # `make verify` and `make test` make the environment (.venv) by themselves; later runs start at once.
 .DEFAULT_GOAL := help
-.PHONY: verify test export lint nb bench docs clean help
+.PHONY: verify test export lint nb bench gpu docs clean help
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -34,6 +34,10 @@ nb: $(READY)  ## execute one notebook, save its outputs, clean and export it (NA
 bench: $(READY)  ## time our engines and their peers in one process; JSON and plots in _report
 	@mkdir -p _report
 	$(BIN)/tensorplay-attn bench --json _report/bench.json --html _report/bench.html --svg _report/bench.svg $(ARGS)
+
+gpu:  ## on a machine with a GPU: right? how fast? (PYTHON=python3, as it is; ARGS=--dry-run needs no GPU)
+	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -c \
+	  'import importlib.util as u, sys; lacks = [n for n in ("torch", "triton", "numpy", "rich", "click") if not u.find_spec(n)]; lacks and sys.exit("make gpu: " + sys.executable + " has no " + ", ".join(lacks)); from tensorplay_attn.evidence.gpu import gpu_command; gpu_command(prog_name="make gpu")' $(ARGS)
 
 docs: $(READY)  ## build the site: _docs/index.html
 	$(ENV) $(BIN)/python docs/adapt.py _docs

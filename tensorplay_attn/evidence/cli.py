@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import __version__
 from .cases import Case
 from .suites import SUITES, select, suite
-from tensorplay_attn.evidence.conformance import (ENGINE_BACKENDS, Column, Glass, Results, apart, engine_column, load, print_results, run, to_json,
-    torch_backends)
+from .conformance import (ENGINE_BACKENDS, Column, Glass, Results, absence, apart, engine_column, engines_here, load,
+    print_results, run, to_json, torch_backends)
 from .report import template, to_html
 
 # %% ../../nbs/59_cli.ipynb #ee00cf0a
@@ -36,7 +36,10 @@ def chosen_cases(suites: tuple[str, ...], quick: bool, globs: tuple[str, ...]) -
 def chosen_columns(engines: tuple[str, ...], impls: tuple[str, ...], torch_too: bool, device: str, in_process: bool) -> list[Column]:
     "Engines of ours, somebody's functions, PyTorch's backends."
     if "" not in sys.path and os.getcwd() not in sys.path: sys.path.insert(0, os.getcwd())  # where somebody's module lies
-    glass, columns = Glass(), [engine_column(n, device) for n in engines or (() if impls else ENGINE_BACKENDS)]
+    for name in engines:
+        if why := absence(name, device): raise click.BadParameter(f"{name}: {why}", param_hint="--engine")
+    if why := absence("math", device): raise click.BadParameter(why, param_hint="--device")
+    glass, columns = Glass(), [engine_column(n, device) for n in engines or (() if impls else engines_here(device))]
     specs = [f"impl:{i}" for i in impls] + [f"torch:{b}" for b in (torch_backends(device) if torch_too else ())]
     for spec in specs:
         try: columns.append(load(spec, device) if in_process else apart(spec, glass, device))
@@ -63,7 +66,7 @@ def save(results: Results, json_file: str | None, html_file: str | None) -> None
 # %% ../../nbs/59_cli.ipynb #a6d72a3c
 @click.command("verify")
 @click.option("--engine", "engines", multiple=True, type=click.Choice(list(ENGINE_BACKENDS)),
-    help="One of ours; may be repeated.  [default: all, without --impl]")
+    help="One of ours; may be repeated.  [default: those that run here, without --impl]")
 @click.option("--impl", "impls", multiple=True, metavar="MODULE:FUNCTION",
     help="A function with PyTorch's signature, or more; FILE.py:FUNCTION too. May be repeated.")
 @click.option("--suite", "suites", multiple=True, type=click.Choice(list(SUITES)), help="May be repeated.  [default: all]")
@@ -93,7 +96,9 @@ def verify_command(engines, impls, suites, globs, quick, list_only, torch_too, d
 
 class LazyGroup(click.Group):
     "Commands that are imported when they are called for."
-    lazy = {"bench": ("tensorplay_attn.evidence.benchmark", "bench_command")}
+    lazy = {"bench": ("tensorplay_attn.evidence.benchmark", "bench_command"),
+        "compile-report": ("tensorplay_attn.evidence.compile_report", "compile_report_command"),
+        "gpu": ("tensorplay_attn.evidence.gpu", "gpu_command")}
 
     def list_commands(self, ctx): return sorted({*super().list_commands(ctx), *self.lazy})
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ALIGNMENTS', 'STATE_DTYPE', 'FAR', 'alignment_shift', 'causal_window', 'visible_range', 'AttentionProblem',
            'positions', 'structure', 'cut', 'everything', 'visible', 'check_dense', 'heads', 'check_sizes',
-           'check_tensors', 'check_number', 'check_window', 'check_mask', 'check_vector', 'check_dropout',
-           'make_problem', 'restrict']
+           'check_alike', 'check_tensors', 'check_number', 'check_window', 'check_mask', 'check_vector',
+           'check_dropout', 'make_problem', 'restrict']
 
 # %% ../nbs/00_problem.ipynb #d293e8ca
 import math
@@ -158,10 +158,9 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if Hkv == 0 and H > 0 or Hkv > 0 and H % Hkv:
         raise ValueError(f"query heads must be a multiple of key heads: {shapes}")
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    "q, k, v: strided tensors of one supported floating dtype on one device, of rank 4 and matching sizes."
-    named = {"query": query, "key": key, "value": value}
-    for name, t in named.items():
+def check_alike(query: Tensor, key: Tensor, value: Tensor) -> None:
+    "q, k, v: strided tensors of one supported floating dtype on one device."
+    for name, t in {"query": query, "key": key, "value": value}.items():
         check_dense(name, t)
         if t.dtype not in STATE_DTYPE:
             raise TypeError(f"{name}.dtype={t.dtype} is not supported: use float64, float32, float16 or bfloat16")
@@ -170,6 +169,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not query.device == key.device == value.device:
         devices = f"{query.device=}, {key.device=}, {value.device=}"
         raise ValueError(f"query, key and value are on different devices: {devices}")
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    "q, k, v: alike, of rank 4 and matching sizes."
+    check_alike(query, key, value)
+    named = {"query": query, "key": key, "value": value}
     for name, t in named.items():
         if t.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, size): {name}.shape={tuple(t.shape)}")

@@ -12,7 +12,8 @@ import triton.language as tl
 from ..problem import AttentionProblem
 from ..gradients import Gradients, sink_gradient
 from .launch import Config, block, cdiv, constants, fresh, launch, pick
-from .tile import (LOG2E, drop, entry, is_odd, keep_tile, load_rows, locate, needed, power, product, ranges,
+from .flash_forward import score_tile
+from .tile import (LOG2E, drop, entry, is_odd, keep_tile, load_rows, locate, power, product, ranges,
     rule_of, scores, seen, slope, store_rows, view, weigh)
 
 # %% ../../nbs/22_flash_backward.ipynb #919474d4
@@ -52,15 +53,9 @@ def dq_range(dq, q, do, lse, delta, k, v, b, h, h_kv, k0, i, p, start, stop, n, 
              BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr):
     "Add what keys start to stop give to dq of queries i at positions p."
     for start_n in tl.range(start, stop, BLOCK_N):
-        j = start_n + tl.arange(0, BLOCK_N)
-        live = needed(p, j, n, rule) if EDGE else None
-        k_tile = load_rows(k, b, h_kv, k0 + j, live, E, BLOCK_E)
-        v_tile = load_rows(v, b, h_kv, k0 + j, live, EV, BLOCK_EV)
-        s = scores(product(q, tl.trans(k_tile)), rule)
-        keep = seen(p[:, None], j[None, :], n, rule)
-        if CAREFUL: keep &= s != float("-inf")
-        w = weights(tl.where(keep, s, float("-inf")) if EDGE else s, lse[:, None])
-        dp = product(do, tl.trans(v_tile))
+        k_tile, v_tile, s, keep = score_tile(q, k, v, b, h_kv, k0, p, start_n, n, rule, EDGE, CAREFUL,
+            E, EV, BLOCK_N, BLOCK_E, BLOCK_EV)
+        w, dp = weights(s, lse[:, None]), product(do, tl.trans(v_tile))
         if rule.dropout is not None: dp = drop(dp, keep_tile(rule.dropout, b, h, i, start_n, BLOCK_M, BLOCK_N), rule.dropout)
         ds = score_gradient(w, dp, delta[:, None], s, keep, rule, EDGE)
         dq = weigh(ds, keep, k_tile, dq, CAREFUL)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 import triton
 import triton.language as tl
-from ..problem import STATE_DTYPE, AttentionProblem, check_dense, check_number, check_vector, make_problem
+from ..problem import STATE_DTYPE, AttentionProblem, check_alike, check_dense, check_number, check_vector, make_problem
 from ..gradients import Gradients, sink_gradient
 from ..tiled import tiled_backward, tiled_forward
 from .launch import Config, block, cdiv, constants, fresh, launch, pick
@@ -73,18 +73,11 @@ def _check_rows(name, t, n, device):  # a vector of int32
     if t.device != device: raise ValueError(f"{name} is on another device than query: {name}.device={t.device}, {device=}")
 
 def _check_packed_tensors(query, key, value, paged):
+    check_alike(query, key, value)
     for name, t, rank in (("query", query, 3), ("key", key, 4 if paged else 3), ("value", value, 4 if paged else 3)):
-        check_dense(name, t)
-        if t.dtype not in STATE_DTYPE:
-            raise TypeError(f"{name}.dtype={t.dtype} is not supported: use float64, float32, float16 or bfloat16")
         if t.ndim != rank:
             axes = "(pages, rows of a page, heads, size)" if rank == 4 else "(rows, heads, size)"
             raise ValueError(f"{name} must have {rank} dimensions {axes}: {name}.shape={tuple(t.shape)}")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"query, key and value differ in dtype: {query.dtype=}, {key.dtype=}, {value.dtype=}")
-    if not query.device == key.device == value.device:
-        devices = f"{query.device=}, {key.device=}, {value.device=}"
-        raise ValueError(f"query, key and value are on different devices: {devices}")
     shapes = f"query.shape={tuple(query.shape)}, key.shape={tuple(key.shape)}, value.shape={tuple(value.shape)}"
     H, Hkv = query.shape[-2], key.shape[-2]
     if query.shape[-1] != key.shape[-1]: raise ValueError(f"query and key differ in head size: {shapes}")

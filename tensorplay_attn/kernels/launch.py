@@ -325,6 +325,10 @@ SHARED: dict[tuple[str, str], tuple[int | None, ...]] = {
     ("decode", "sm_80"): (19456, 37888, None, 13312, 25664, None),
     ("decode", "sm_90"): (19456, 37888, 41984, 13312, 25664, None),
     ("decode", "sm_100"): (None, 37888, None, 13312, 25664, None),
+    ("decode_merge", "sm_80"): (1024, 2048, 2048, 1024, 2048, 2048),
+    ("decode_merge", "sm_90"): (1024, 2048, 2048, 1024, 2048, 2048),
+    ("decode_merge", "sm_100"): (1024, 2048, 2048, 1024, 2048, 2048),
+    ("decode_merge", "gfx942"): (1024, 2048, 4096, 1024, 2048, 4096),
 }
 
 def shared_memory_needed(

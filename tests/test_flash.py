@@ -165,6 +165,19 @@ def test_same_bits():
     assert torch.equal(first[3].dsinks, second[3].dsinks)
 
 
+def test_vectors_at_strides():
+    "Sinks, lengths and the seed as every second element of something longer, or one element for all."
+    sinks, lengths, seed = torch.randn(4), torch.tensor([33, 60]), torch.tensor([5, 7])
+    spread = lambda t: torch.stack([t, torch.full_like(t, 9)], 1).flatten()[::2]
+    knobs = dict(sinks=sinks, kv_lengths=lengths, seed=seed, dropout_p=0.3, is_causal=True, alignment="lower_right")
+    problem, do, d_lse = example(30, 60, B=2, H=4, Hkv=2, **knobs)
+    apart = replace(problem, **{n: spread(getattr(problem, n)) for n in ("sinks", "kv_lengths", "seed", "shift")})
+    first, second = run(problem, do, d_lse), run(apart, do, d_lse)
+    for a, b in zip((*first[:3], *first[3][:3], first[3].dsinks), (*second[:3], *second[3][:3], second[3].dsinks)): assert torch.equal(a, b)
+    one = replace(problem, sinks=sinks[:1].to(DEVICE).expand(4))
+    assert torch.equal(run(one, do)[0], run(replace(one, sinks=one.sinks.contiguous()), do)[0])
+
+
 def test_a_batch_of_lengths():
     lengths = torch.tensor([33, 0, 60])
     for alignment in ("upper_left", "lower_right"):

@@ -316,6 +316,7 @@ def row_15() -> list[Case]:
     masks = {"transposed": partial(swapped, a=-1, b=-2), "expanded": whole(-2), "sliced": sliced, "expanded-keys": whole(-1)}
     specs += [dict(label=f"mask-{n}", mask=m, edit=layout(f, "attn_mask"), **size) for m in ("bool:B,H,L,S", "bias:B,H,L,S") for n,
         f in masks.items()]
+    specs += [dict(label=f"sinks-{n}", sinks=F32, edit=layout(f, "sinks"), **size) for n, f in {"sliced": sliced, "expanded": whole(-1)}.items()]
     return both("R15", specs + every(dict(label="odd-ones", edit=layout(odd_ones), E=1), {}, dict(L=1), dict(B=1, H=1), dict(S=1)), like_contiguous)
 
 # %% ../../nbs/49_suites.ipynb #df1c3652

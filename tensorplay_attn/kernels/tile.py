@@ -101,7 +101,7 @@ class Rule(NamedTuple):
     shift: int  # query i stands at i + shift
     shifts: Tensor | None  # (B,) int32 or int64: instead, for each batch entry
     lengths: Tensor | None  # (B,) int32 or int64: keys of each batch entry
-    sinks: Tensor | None  # (H,)
+    sinks: Tensor | None  # (H,) fp32
     dropout: Dropout | None
 
 def rule_of(problem: AttentionProblem) -> Rule:
@@ -111,15 +111,15 @@ def rule_of(problem: AttentionProblem) -> Rule:
     reach = L + S + (S if shifts is not None else abs(shift))
     left, right = (None if x < 0 or x > reach else x for x in problem.window)
     index = torch.int32 if max(L, S) < 2**30 else torch.int64
-    small = lambda t: None if t is None else t.to(index)
+    vector = lambda t, dtype: None if t is None else t.to(dtype).contiguous()  # kernels count its elements one by one
     qk_scale = problem.scale * LOG2E.value if cap == 0 else problem.scale / cap
-    return Rule(problem.scale, qk_scale, cap * LOG2E.value if cap else None, left, right, shift, small(shifts),
-        small(problem.kv_lengths), problem.sinks, _dropout(problem))
+    return Rule(problem.scale, qk_scale, cap * LOG2E.value if cap else None, left, right, shift, vector(shifts, index),
+        vector(problem.kv_lengths, index), vector(problem.sinks, torch.float32), _dropout(problem))
 
 def _dropout(problem):
     p = problem.dropout_p
     if p and any(problem.origin): raise ValueError(f"kernels take whole problems; this part would get other dropout bits: {problem.origin=}")
-    return None if p == 0 else Dropout(problem.seed.to(problem.q.device), threshold(p), dropout_scale(p))
+    return None if p == 0 else Dropout(problem.seed.to(problem.q.device).contiguous(), threshold(p), dropout_scale(p))
 
 # %% ../../nbs/20_tile.ipynb #7e9781f0
 @triton.jit

@@ -22,7 +22,7 @@ from nbdev.process import NBProcessor
 from sphinx.cmd.build import build_main
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {"00": "Ground", "10": "Mathematics", "20": "Kernels", "30": "Doors", "40": "The world", "48": "Evidence"}  # by their first number
+ROOMS = {"00": "Ground", "10": "Mathematics", "19": "Kernels", "30": "Doors", "40": "The world", "47": "Evidence"}  # by their first number
 TAGS = {"echo: false": "remove-input", "output: false": "remove-output", "include: false": "remove-cell", "code-fold: true": "hide-input"}
 EMPTY = inspect.Parameter.empty
 

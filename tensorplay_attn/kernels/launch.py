@@ -221,6 +221,7 @@ _table("packed_backward_dkdv", ["sm_90"],
 _table("packed_forward", ["sm_80"], ((2, 64), (64, 64, 4, 3), "as flash attention, but 128 rows would spill"))
 _table("packed_backward_dkdv", ["sm_80"], ((2, 128), (32, 64, 8, 2), "as flash attention, but 64 queries would spill"))
 _table("packed_forward", NVIDIA, ((4, 64), (16, 32, 4, 2), "multiply-adds: as flash attention, but 32 rows would spill"))
+_table("packed_forward", ["sm_80"], ((4, 64), (16, 32, 8, 2), "multiply-adds: as flash attention, but 4 warps would spill"))
 _table("packed_backward_dq", NVIDIA, ((4, 64), (16, 16, 4, 2), "multiply-adds: as flash attention, but 32 keys would spill"))
 _table("packed_backward_dkdv", NVIDIA, ((4, 64), (16, 32, 8, 2), "multiply-adds: as flash attention, but 4 warps would spill"))
 
@@ -228,7 +229,7 @@ _table("packed_backward_dkdv", NVIDIA, ((4, 64), (16, 32, 8, 2), "multiply-adds:
 _table("efficient_forward", ["sm_80"], ((2, 128), (128, 64, 8, 2), "as flash attention, but a third stage with its bias would pass 99 KiB"))
 _table("efficient_backward_dkdv", ["sm_80"], ((2, 128), (32, 32, 8, 2), "as flash attention, but tiles of 64 would spill"))
 _table("efficient_backward_dbias", ["sm_80"],
-    ((2, 64), (32, 64, 4, 1), "a sum of 32 x 64 stays in registers while heads or batch entries go by; 64 x 64 would spill"),
+    ((2, 64), (32, 64, 8, 1), "a sum of 32 x 64 stays in registers while heads or batch entries go by; 4 warps would spill"),
     ((2, 128), (32, 64, 8, 1), "a sum of 32 x 64 stays in registers; 64 x 64 would spill"))
 
 _table("efficient_backward_dbias", ["sm_90", "sm_100"],
@@ -306,7 +307,7 @@ SHARED: dict[tuple[str, str], tuple[int | None, ...]] = {
     ("efficient_backward_dkdv", "sm_90"): (51712, 102912, 135424, 28800, 34944, None),
     ("efficient_backward_dkdv", "sm_100"): (None, 180800, None, 28800, 34944, None),
     ("efficient_backward_dkdv", "gfx942"): (None, None, 16384, None, None, 8192),
-    ("efficient_backward_dbias", "sm_80"): (12288, 32768, None, 24576, 32768, None),
+    ("efficient_backward_dbias", "sm_80"): (16384, 32768, None, 24576, 32768, None),
     ("efficient_backward_dbias", "sm_90"): (32768, 65536, 98304, 24576, 32768, None),
     ("efficient_backward_dbias", "sm_100"): (None, 65544, None, 24576, 32768, None),
     ("efficient_backward_dbias", "gfx942"): (None, None, 16384, None, None, 8192),

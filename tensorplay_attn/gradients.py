@@ -21,6 +21,7 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None = None
     dsinks: Tensor | None = None
+    dtensors: tuple[Tensor | None, ...] | None = None  # of the tensors that user functions read
 
 def row_delta(
     out: Tensor, d_out: Tensor,  # (B, H, L, Ev)
@@ -58,8 +59,8 @@ def dense_backward(
     "Every gradient, with the whole score matrix in memory."
     (B, H, Hkv, L, S, E, _), dtype, where = problem.sizes, problem.state_dtype, everything(problem)
     q, k, v, do = (t.to(dtype) for t in (problem.q, problem.k, problem.v, d_out))
-    delta = row_delta(out, d_out, d_lse, dtype)
-    capped = raw_scores(problem)
+    delta, mods = row_delta(out, d_out, d_lse, dtype), problem.mods
+    capped, sums = raw_scores(problem), [] if mods is None else mods.sums(dtype)
     s = mask_scores(problem, capped, *where)
     seen, factor = s != -math.inf, dropout_factor(problem, *where)
     # a row of NaN has no say in keys it does not see
@@ -68,11 +69,13 @@ def dense_backward(
     if factor is not None: dp = dp * factor
     ds = torch.where(seen, p * (dp - delta[..., None]), 0)
     slope = 1 if problem.softcap == 0 else torch.where(seen, 1 - (capped / problem.softcap) ** 2, 0)
-    dx = ds * slope * problem.scale
+    dx = ds if mods is None else mods.pull(problem, capped, ds, *where, seen, sums)
+    dx = dx * slope * problem.scale
     dx, seen, w = fold(dx, Hkv), fold(seen, Hkv), fold(p if factor is None else p * factor, Hkv)
     dq = weighted_sum(dx, k, seen).reshape(B, H, L, E)
     dk = weighted_sum(dx.mT, fold(q, Hkv), seen.mT)
     dv = weighted_sum(w.mT, fold(do, Hkv), seen.mT)
     return Gradients(dq.to(problem.q.dtype), dk.to(problem.k.dtype), dv.to(problem.v.dtype),
         None if problem.bias is None else ds.sum_to_size(problem.bias.shape).to(problem.bias.dtype),
-        None if problem.sinks is None else sink_gradient(problem.sinks, lse, delta).to(problem.sinks.dtype))
+        None if problem.sinks is None else sink_gradient(problem.sinks, lse, delta).to(problem.sinks.dtype),
+        None if mods is None else mods.gradients(sums))

@@ -68,7 +68,8 @@ class AttentionProblem:
     shift: int | Tensor = 0  # query i stands at i + shift; an int, or (B,) int64
     dropout_p: float = 0.0  # share of weights dropped
     seed: Tensor | None = None  # (2,) int64 [seed, offset] of the dropout bits
-    origin: tuple[int, int, int, int] = (0, 0, 0, 0)  # (b, h, i, j) of its first weight where dropout counts
+    origin: tuple[int, int, int, int] = (0, 0, 0, 0)  # (b, h, i, j) of its first weight where dropout and mods count
+    mods: "Mods | None" = None  # what a user's functions do to scores, and which they let be seen: page 03
 
     @property
     def sizes(self) -> tuple[int, ...]:  # (B, H, Hkv, L, S, E, Ev)
@@ -87,7 +88,7 @@ class AttentionProblem:
         # the same problem with every floating tensor in dtype
         cast = {n: t.to(dtype) for n in ("q", "k", "v", "bias", "sinks")
             if (t := getattr(self, n)) is not None}
-        return replace(self, **cast)
+        return replace(self, **cast, mods=None if self.mods is None else self.mods.to(STATE_DTYPE[dtype]))
 
 # %% ../nbs/00_problem.ipynb #9c3b75e3
 def positions(
@@ -128,7 +129,8 @@ def visible(
 ) -> Tensor | None:  # bool, broadcastable to (B, H, m, n); None: every key is visible
     "All predicates together."
     mask = None if problem.mask is None else cut(problem.mask, rows, cols)
-    return _all([x for x in (structure(problem, rows, cols), mask) if x is not None])
+    users = None if problem.mods is None else problem.mods.visible(problem, rows, cols)
+    return _all([x for x in (structure(problem, rows, cols), mask, users) if x is not None])
 
 def _all(keep):  # AND of a list of bool tensors, None for none
     return None if not keep else keep[0] if len(keep) == 1 else keep[0] & _all(keep[1:])

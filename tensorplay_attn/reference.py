@@ -22,6 +22,7 @@ def _row(problem, b, h, i):  # scores of the visible keys of one query: {j: s_ij
         if seen is not None and not at(seen, j): continue
         s = problem.scale * sum(x * y for x, y in zip(q, problem.k[b, h_kv, j].tolist()))
         if problem.softcap > 0: s = problem.softcap * math.tanh(s / problem.softcap)
+        if problem.mods is not None: s = problem.mods.change_one(problem, s, b, h, i, j)
         if problem.bias is not None: s += at(problem.bias, j)
         if s != -math.inf: scores[j] = s
     return scores
@@ -108,10 +109,11 @@ def mask_scores(
     rows: slice, cols: slice,  # where the tile lies
 ) -> Tensor:  # with bias, and -inf where a predicate says no
     "Bias, then mask. A bias of -inf is a mask: whatever the score, even NaN, the key is hidden."
+    seen = visible(problem, rows, cols)
+    if problem.mods is not None: s = problem.mods.change(problem, s, rows, cols, seen)
     if problem.bias is not None:
         bias = cut(problem.bias, rows, cols).to(s.dtype)
         s = torch.where(bias == -math.inf, -math.inf, s + bias)
-    seen = visible(problem, rows, cols)
     # sums must not feel how a mask lies in memory
     return (s if seen is None else torch.where(seen, s, -math.inf)).contiguous()
 

@@ -22,8 +22,10 @@ table, vector, number = torch.linspace(-1, 1, 36).view(6, 6), torch.linspace(0.5
 
 EXPRESSIONS = {  # a score_mod each
     "arithmetic": lambda s, b, h, i, j: (s + 2) * 3 - s / 4 + (1 - s) * -s + torch.add(s, i, alpha=2) - torch.sub(s, j, alpha=3),
+    "a number first": lambda s, b, h, i, j: s + 7 // (i + 1) + torch.div(7, i + 1, rounding_mode="trunc") + 2.5 % (s.abs() + 1) + 2.0 ** s + 3 / (j + 1) + 5 % (j + 1),
     "integers": lambda s, b, h, i, j: s + (i - j) // 3 + (i - j) % 3 + (7 - i) % 4 + (j - i).abs() + torch.div(i - j, 2, rounding_mode="trunc"),
     "shifts and bits": lambda s, b, h, i, j: s + (i << 1) + (j >> 1) + (i & 3) + (j | 4) + (i ^ j) + ~i,
+    "a divisor that may be zero": lambda s, b, h, i, j: s + (i + 3) // ((i - j).abs() + 1) + (s * 7) % torch.where(i == j, 2, i - j) + 5 // (i + 1),
     "true division": lambda s, b, h, i, j: s + i / (j + 1),
     "rounding": lambda s, b, h, i, j: s + s.floor() + s.ceil() + s.round() + s.trunc() + torch.sign(s),
     "powers": lambda s, b, h, i, j: s**2 + s.abs() ** 0.5 + s**3 + 2.0**s + s.abs().sqrt() + (s.abs() + 1).rsqrt() + torch.reciprocal(s.abs() + 1),
@@ -34,7 +36,7 @@ EXPRESSIONS = {  # a score_mod each
     "ends": lambda s, b, h, i, j: s.clamp(-0.5, 0.5) + s.clamp(min=0.1) + s.clamp(max=0.2) + torch.relu(s) + torch.minimum(s, vector[h]) + torch.maximum(s, number),
     "integer ends": lambda s, b, h, i, j: s + (i - j).clamp(-2, 2) + torch.minimum(i, j) + torch.maximum(i, j + 1),
     "logic": lambda s, b, h, i, j: s.masked_fill(~((i >= j) & (j > 1) | (i == j) ^ (i != 3)), -inf) + torch.logical_and(i, j),
-    "remainders": lambda s, b, h, i, j: s % 0.7 + torch.fmod(s, 0.7) + s % vector[h],
+    "remainders": lambda s, b, h, i, j: s * torch.div(s, 0.7, rounding_mode="floor") + torch.div(s, vector[h], rounding_mode="trunc") + s % 0.7 + torch.fmod(s, 0.7) + s % vector[h],
     "kinds": lambda s, b, h, i, j: s + torch.isnan(s) + torch.isinf(s) * 2 + torch.isneginf(s) + (i > j).float() + i.to(torch.int32) + s.to(torch.float16),
     "tables": lambda s, b, h, i, j: s * vector[j] + table[h, i] + table[i, j] + table[:, 0][j] + table[1][i] + table[..., 2][h] + table[2, 3] + vector[-1 - h],
     "tables of indices": lambda s, b, h, i, j: s + vector[torch.tensor([5, 4, 3, 2, 1, 0])[i]] + table[0, j],
@@ -66,7 +68,7 @@ def test_says_what_the_function_says(name, dtype):
     torch.testing.assert_close(run(graph, s[0, 1, 2, 5], *one, tensors=tensors)[0], want[0, 1, 2, 5].to(dtype))
 
 
-@pytest.mark.parametrize("name", [n for n in EXPRESSIONS if n not in ("kinds", "no word for it")])
+@pytest.mark.parametrize("name", [n for n in EXPRESSIONS if n not in ("kinds", "a number first", "no word for it")])
 def test_the_way_back_is_autograds(name):
     f, at = EXPRESSIONS[name], index_tensors(1, 2, 6, 6)
     graph, tensors = trace(f, torch.float64)
@@ -92,6 +94,17 @@ def test_ties_and_hidden_infinities_go_back_as_in_torch():
     assert run(derivative(graph).graph, s.detach(), *at, g, tensors=tensors)[0].equal(want)
 
 
+def test_parts_add_up_in_the_sums_own_type():
+    "Many small parts for one entry: fp32 parts would be lost beside one another in fp64 sums, half ones in fp32 sums."
+    for low, high in ((torch.float32, torch.float64), (torch.float16, torch.float32)):
+        g = torch.full((1, 1, 64, 64), 0.1, dtype=high)
+        total = torch.zeros(3, dtype=high)
+        add_at(total, (torch.ones((), dtype=torch.int64),), g.clone())
+        assert total.tolist() == [0, g.sum().item(), 0] and total[1] != g.to(low).sum().to(high)
+    graph, (t,) = trace(lambda s, b, h, i, j, t=torch.ones(2): s * t[h], torch.float64)
+    assert derivative(graph).graph.types[derivative(graph).graph.output[1]] == "f64"
+
+
 class Method:
     def __init__(self): self.weight = torch.tensor([1.0, 2.0])
     def mod(self, s, b, h, i, j): return s + self.weight[h]
@@ -111,6 +124,12 @@ def test_every_way_to_hold_a_tensor_is_one_graph():
     traced = [trace(f) for f in ways]
     assert len({g for g, _ in traced}) == 1 and all(torch.equal(t, held) for _, (t,) in traced)
     assert traced[0][1][0] is held and traced[4][1][0] is ways[4].weight
+    def own(s, b, h, i, j):
+        t = torch.zeros(2)
+        t[1] = 2
+        t += 1
+        return s + t.mul_(2)[h]
+    assert trace(own)[1][0].tolist() == [2, 6]  # into what it made itself it may write
     (more,) = trace(lambda s, b, h, i, j: s + 3 * Module.forward.__globals__["number"])[1]
     assert more.item() == 2.25  # what is done to captured tensors alone is done before
 
@@ -149,6 +168,10 @@ REFUSED = {
     "torch.float32": lambda b, h, i, j: long[i.float()] >= j,
     "writes into": lambda s, b, h, i, j: s.add_(1),
     "captured tensor": lambda s, b, h, i, j: long.add_(i),
+    "captured tensor: __setitem__": lambda s, b, h, i, j: (long.__setitem__(0, 1), s)[1],
+    "captured tensor: mul_": lambda s, b, h, i, j: s + long.mul_(2)[j],
+    "captured tensor: __iadd__": lambda s, b, h, i, j: s + long.__iadd__(2)[j],
+    "captured tensor: add": lambda s, b, h, i, j: s + torch.add(long, 1, out=long)[j],
     "bool tensor": lambda b, h, i, j: i - j,
     "returned bool": lambda b, h, i, j: True,
     "floating scores": lambda s, b, h, i, j: i - j,

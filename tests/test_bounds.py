@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from tensorplay_attn.accuracy import form, judge
-from tensorplay_attn.bounds import Allowed, allowed_backward, allowed_forward, growth, judge_backward, judge_forward, spread, weigh
+from tensorplay_attn.bounds import Allowed, allowed_backward, allowed_forward, copies, growth, judge_backward, judge_forward, spread, weigh
 from tensorplay_attn.gradients import Gradients, dense_backward, recompute_weights, row_delta, sink_gradient
+from tensorplay_attn.masks import CATALOGUE
+from tensorplay_attn.mods import Blocks, Mods, trace
 from tensorplay_attn.problem import everything, make_problem
 from tensorplay_attn.reference import dense_forward, dense_scores, dropout_factor, mask_scores, raw_scores
+from tensorplay_attn.scores import SCORES
+from tensorplay_attn.tiled import tiled_backward, tiled_forward
 
 INF, NAN = math.inf, math.nan
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -225,6 +229,18 @@ def test_worst_case_is_wider_on_long_rows_and_failure_widens():
     assert (tight < sure).all() and (sure < 2 * tight).all() and (worst > 5 * tight).all()
 
 
+@pytest.mark.parametrize("S", [17, 130, 500])
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_equal_keys_make_equal_errors(S, softcap):
+    assert copies(torch.tensor([[1.0, 2], [2, 1], [1, 2], [0, 0]])).tolist() == [2, 1, 2, 1] and (copies(torch.randn(3, 50, 4)) == 1).all()
+    torch.manual_seed(0)
+    problem = make_problem(torch.full((1, 2, 3, 130), 1.7), torch.full((1, 1, S, 130), -0.3), torch.randn(1, 1, S, 4), softcap=softcap)
+    out, lse, _ = dense_forward(problem)
+    loss = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
+    verdicts = judge_forward(problem, out, lse) | judge_backward(problem, dense_backward(problem, out, lse, *loss), *loss)
+    assert all(x and x.share < 0.9 for x in verdicts.values())
+
+
 def test_scores_bound_covers_any_scaling():
     torch.manual_seed(0)
     problem = make_problem(*(torch.randn(1, 1, n, 64) for n in (50, 200, 200)))
@@ -288,3 +304,187 @@ def test_faults_of_the_backward_are_seen(fault, dtype):
     loss = rand(2, 4, 20, 16), torch.randn(2, 4, 20)
     assert all(judge_backward(problem, dense_backward(problem, out, lse, *loss), *loss).values())
     assert not all(judge_backward(problem, BACKWARD_FAULTS[fault](problem, out, lse, *loss), *loss).values())
+
+
+# --- functions of users ---
+
+def with_mods(problem, score_mod=None, mask_mod=None, **more):
+    "The problem with functions of a user's, traced."
+    graphs = [(None, ()) if f is None else trace(f, problem.state_dtype) for f in (score_mod, mask_mod)]
+    return replace(problem, mods=Mods(graphs[0][0], graphs[1][0], tuple(t.detach() for _, ts in graphs for t in ts), **more))
+
+
+def own_scores(rng, B, H, S, dtype):
+    "Functions that the catalogue lacks: kinks, jumps, poles, tables read at scores, tables of half types."
+    table = lambda *size: torch.randn(*size).to(rng.choice((torch.float32, dtype, torch.float16)))
+    t, pairs, u = table(H), table(B, S), table(5)
+    return [lambda s, b, h, i, j: s * torch.sigmoid(t[h]) + torch.log(pairs[b, j].abs() + 0.5),
+        lambda s, b, h, i, j: torch.exp(-s.abs()) * 3 - torch.log1p(s * s) * t[h],
+        lambda s, b, h, i, j: torch.where(s > 0.1, s, -INF),
+        lambda s, b, h, i, j: torch.where(s > 0, s, 0.1 * s) + u[torch.log2((i - j).abs().clamp(min=1).float()).long().clamp(max=4)],
+        lambda s, b, h, i, j: torch.maximum(s, t[h]) * u[(i + j) % 5],
+        lambda s, b, h, i, j: s - pairs[b, j] * t[h],
+        lambda s, b, h, i, j: s + u[(s * 2).long().clamp(0, 4)],
+        lambda s, b, h, i, j: s / (1 + (i - j).abs() * 0.1) + torch.sin(i * 0.3) * t[h],
+        lambda s, b, h, i, j: torch.where((i - j).abs() < 3, s * u[(j - i).clamp(-2, 2) + 2], s**3 * 0.01)]
+
+
+def some_mods(seed):
+    "A random problem with a score_mod, a mask_mod or both."
+    rng, problem = random.Random(seed), some_problem(seed)
+    (B, H, _, L, S, _, _), score, mask = problem.sizes, None, None
+    if rng.random() < 0.85:
+        if rng.random() < 0.5: score = SCORES[rng.choice(list(SCORES))](B, H, L, S, seed=seed)[0]
+        else: score = rng.choice(own_scores(rng, B, H, S, problem.q.dtype))
+    names = [x for x in CATALOGUE if x not in ("natten", "tree")]
+    if score is None or rng.random() < 0.3: mask = CATALOGUE[rng.choice(names)](B, H, L, S, seed=seed)
+    return with_mods(problem, score, mask)
+
+
+@pytest.mark.parametrize("engine", ["dense", "tiled"])
+@pytest.mark.parametrize("block", range(6))
+def test_honest_engines_pass_with_functions_of_users(engine, block):
+    forward, backward = {"dense": (dense_forward, dense_backward), "tiled": (tiled_forward, tiled_backward)}[engine]
+    for seed in range(block * 15, block * 15 + 15):
+        problem = some_mods(seed)
+        loss, answer = some_loss(problem, seed), forward(problem)
+        gradients = backward(problem, *answer[:2], *loss)
+        for probabilistic in (True, False):
+            knobs = dict(probabilistic=probabilistic)
+            for name, verdict in (judge_forward(problem, *answer, **knobs) | judge_backward(problem, gradients, *loss, **knobs)).items():
+                assert verdict, f"{seed=} {probabilistic=} {name}: {verdict}"
+
+
+def capped_and_read(cap, table): return lambda s, b, h, i, j: cap * (s / cap).tanh() + table[h, (j - i).clamp(-20, 20) + 20]
+
+def one_table(dtype=torch.float32, S=300, score_mod=None, **more):
+    torch.manual_seed(0)
+    score_mod = score_mod or capped_and_read(3.0, torch.randn(4, 41))
+    rand = lambda *size: torch.randn(*size).to(dtype)
+    problem = make_problem(rand(1, 4, 20, 32), rand(1, 2, S, 32), rand(1, 2, S, 32))
+    return with_mods(problem, score_mod, **more), (rand(1, 4, 20, 32), torch.randn(1, 4, 20))
+
+
+def in_table(p, change):
+    t = p.mods.tensors[0].clone()
+    change(t)
+    return replace(p, mods=replace(p.mods, tensors=(t, *p.mods.tensors[1:])))
+
+def without_query(p, o, l, do, dl):
+    do, dl = do.clone(), dl.clone()
+    do[0, 0, 7] = dl[0, 0, 7] = 0
+    return dense_backward(p, o, l, do, dl)
+
+def without_slope(p, *args):
+    plain = replace(p, mods=None, bias=dense_scores(p) - raw_scores(p))
+    return dense_backward(plain, *args)._replace(dtensors=None)
+
+
+FIRST_TWICE = torch.tensor([[2.0], [1], [1], [1]])
+MOD_FAULTS = {
+    "one entry is the next one": lambda p: in_table(p, lambda t: t[0, 20:21].copy_(t[0, 21:22])),
+    "the next head's table": lambda p: in_table(p, lambda t: t.copy_(t.roll(1, 0))),
+    "distance off by one": lambda p: in_table(p, lambda t: t.copy_(t.roll(1, 1))),
+    "cap off by 1 percent": lambda p: with_mods(p, capped_and_read(3.03, p.mods.tensors[0])),
+    "score_mod forgotten": lambda p: replace(p, mods=None),
+}
+MOD_BACKWARD_FAULTS = {
+    "a query does not feed the table": lambda p, *a: dense_backward(p, *a)._replace(dtensors=without_query(p, *a).dtensors),
+    "lse gradient missing": lambda p, o, l, do, dl: dense_backward(p, o, l, do, None),
+    "slope missing": without_slope,
+    "an entry's gradient in the next": lambda p, *a: (g := dense_backward(p, *a))._replace(dtensors=(g.dtensors[0].roll(1, 1),)),
+    "gradient of one head twice": lambda p, *a: (g := dense_backward(p, *a))._replace(dtensors=(g.dtensors[0] * FIRST_TWICE,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fault", [*MOD_FAULTS, *MOD_BACKWARD_FAULTS])
+def test_faults_in_functions_of_users_are_seen(fault, dtype):
+    problem, loss = one_table(dtype)
+    out, lse, _ = dense_forward(problem)
+    assert all((judge_forward(problem, out, lse) | judge_backward(problem, dense_backward(problem, out, lse, *loss), *loss)).values())
+    if fault in MOD_FAULTS: assert not all(judge_forward(problem, *dense_forward(MOD_FAULTS[fault](problem))[:2]).values())
+    else: assert not all(judge_backward(problem, MOD_BACKWARD_FAULTS[fault](problem, out, lse, *loss), *loss).values())
+
+
+def test_a_thousandth_in_one_score_is_seen():
+    problem, _ = one_table()
+    s, slip = dense_scores(problem), torch.zeros(1, 4, 20, 300)
+    slip[0, 0, 7, s[0, 0, 7].argmax()] = 1e-3 * s[0, 0, 7].max()
+    verdicts = judge_forward(problem, *dense_forward(replace(problem, bias=slip))[:2])
+    assert not verdicts["out"] and verdicts["out"].index[:3] == (0, 0, 7)
+
+
+def test_entries_that_nobody_reads_are_exact():
+    problem, loss = one_table(S=10)  # distances -19 to 9
+    out, lse, _ = dense_forward(problem)
+    grads = dense_backward(problem, out, lse, *loss)
+    allowed, = allowed_backward(problem, *loss).dtensors
+    read = torch.zeros(41, dtype=torch.bool).index_fill(0, torch.arange(1, 30), True)
+    assert (allowed[:, read] > 0).all() and (allowed[:, ~read] == 0).all() and all(judge_backward(problem, grads, *loss).values())
+    grads.dtensors[0][2, 35] = 1e-30
+    assert not judge_backward(problem, grads, *loss)["dtensors0"]
+
+
+def test_hidden_by_a_score_is_hidden():
+    hide = lambda s, b, h, i, j: torch.where((j < 5) | (i == 3) | (j > 200 - 10 * i), -INF, s)
+    problem, loss = one_table(score_mod=hide)
+    allowed, grads = allowed_forward(problem), allowed_backward(problem, *loss)
+    assert (allowed.out[:, :, 3] == 0).all() and (allowed.lse[:, :, 3] == 0).all() and (allowed.out[:, :, 4] > 0).all()
+    assert (grads.dk[:, :, :5] == 0).all() and (grads.dv[:, :, :5] == 0).all() and (grads.dk[:, :, 5] > 0).all() and (grads.dq[:, :, 3] == 0).all()
+    out, lse, top = tiled_forward(problem)
+    assert all((judge_forward(problem, out, lse, top) | judge_backward(problem, tiled_backward(problem, out, lse, *loss), *loss)).values())
+
+
+def test_only_rows_that_rounding_may_change_lose_their_bound():
+    problem, _ = one_table(score_mod=lambda s, b, h, i, j: torch.where((i != 2) & (s < 0), -INF, s))
+    below = lambda c: lambda s, b, h, i, j: torch.where(((i != 2) | (j != 4) | (h > 0)) & (s < c), -INF, s)
+    near, sharp = (with_mods(problem, below(c)) for c in (raw_scores(problem)[0, 0, 3, 4].item(), 0.123))
+    allowed = allowed_forward(near).out.amax(-1)[0]
+    assert allowed[0, 3] > 0.5 and (allowed > 0.5).sum() <= 2 and (allowed_forward(sharp).out < 0.01).all()
+    assert all(judge_forward(near, *dense_forward(near)).values())
+
+
+def test_masks_of_floats():
+    problem, loss = one_table(score_mod=lambda s, b, h, i, j: s, mask_mod=lambda b, h, i, j: j < (i.float() * 0.1) * 100 + 1)
+    allowed = allowed_forward(problem).out.amax(-1)[0, 0]
+    assert (allowed[1:] > 0.1).all() and allowed[0] < 0.1  # 10 i + 1 may be a little less, and the key of that number is hidden or not
+    exact, _ = one_table(score_mod=lambda s, b, h, i, j: s, mask_mod=lambda b, h, i, j: j < i.float() * 10 + 1)
+    assert (allowed_forward(exact).out < 0.01).all()
+
+
+def test_block_lists():
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32)
+    lists = ints([[[1, 0]]]).view(1, 1, 2), ints(0, 0, 0, 0).view(1, 1, 2, 2), ints(1, 1).view(1, 1, 2), ints(1, 0, 0, 0).view(1, 1, 2, 2)
+    problem, loss = one_table(S=32, mask_mod=lambda b, h, i, j: i >= j, blocks=Blocks(*lists, None, None, None, None, (16, 16), (20, 32)))
+    allowed, grads = allowed_forward(problem), allowed_backward(problem, *loss)
+    assert (allowed.out > 0).all() and (grads.dk > 0).all()
+    for forward, backward in ((dense_forward, dense_backward), (tiled_forward, tiled_backward)):
+        out, lse, top = forward(problem)
+        assert all((judge_forward(problem, out, lse, top) | judge_backward(problem, backward(problem, out, lse, *loss), *loss)).values())
+    fewer = replace(problem, mods=replace(problem.mods, blocks=replace(problem.mods.blocks, full_kv_num_blocks=ints(1, 0).view(1, 1, 2))))
+    assert not judge_forward(problem, *dense_forward(fewer)[:2])["out"]
+
+
+def test_gradients_that_nobody_wants():
+    problem, loss = one_table()
+    problem = replace(problem, mods=replace(problem.mods, wanted=(False,)))
+    out, lse, _ = dense_forward(problem)
+    grads = dense_backward(problem, out, lse, *loss)
+    assert allowed_backward(problem, *loss).dtensors == (None,) and list(judge_backward(problem, grads, *loss)) == ["dq", "dk", "dv"]
+
+
+def test_functions_that_have_no_bound():
+    problem, loss = one_table(score_mod=lambda s, b, h, i, j: torch.asinh(s))
+    out, lse, _ = dense_forward(problem)
+    with pytest.raises(ValueError, match="no bound is known for aten.asinh"): judge_forward(problem, out, lse)
+    with pytest.raises(ValueError, match="no bound is known"): judge_backward(problem, dense_backward(problem, out, lse, *loss), *loss)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_tables_with_odd_numbers(bad):
+    problem, loss = one_table()
+    problem = in_table(problem, lambda t: t[1, 25:26].fill_(bad))
+    answer = dense_forward(problem)
+    assert all((judge_forward(problem, *answer) | judge_backward(problem, dense_backward(problem, *answer[:2], *loss), *loss)).values())
+    assert (allowed_forward(problem).out[0, 0] < 1e-3).all()

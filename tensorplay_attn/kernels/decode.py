@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['KEYS', 'MAX_ROWS', 'rows_of', 'splits_for', 'Plan', 'plan_decode', 'chunks_of', 'attend_chunk', 'conclude', 'States',
-           'decode_reasons', 'multiprocessors', 'decode_forward', 'decode_paged']
+           'decode_reasons', 'multiprocessors', 'decode_forward', 'decode_paged', 'Listed', 'plan_lists',
+           'listed_tiles', 'attend_listed', 'conclude_in_e', 'decode_lists_reasons', 'decode_lists_forward']
 
 # %% ../../nbs/29_decode.ipynb #12ec3e05
 from functools import lru_cache
@@ -16,7 +17,10 @@ import triton.language as tl
 from ..problem import AttentionProblem, check_dense, check_number, make_problem
 from .flash_forward import attend
 from .launch import Config, block, cdiv, constants, fresh, launch, pick
-from tensorplay_attn.kernels.tile import (LOG2E, LN2, View, add_sink, entry, finish, load_rows, locate, ranges, rule_of, softmax_step,
+from .efficient_forward import finish_in_e, rule_in_e
+from .lowering import lower
+from .omni_forward import fitted, is_edged, last_block, omni_range, omni_reasons, row_walks, user_of, walk
+from tensorplay_attn.kernels.tile import (LOG2E, LN2, View, add_sink, entry, finish, is_odd, load_rows, locate, ranges, rule_of, softmax_step,
     store_rows, view)
 
 # %% ../../nbs/29_decode.ipynb #3a7593d4
@@ -177,10 +181,13 @@ def multiprocessors(device: torch.device) -> int:
     properties = torch.get_device_module(device).get_device_properties(device)
     return getattr(properties, "multi_processor_count", None) or getattr(properties, "gpu_subslice_count", 64)
 
-def _run(problem, k, v, need_max, config, num_splits):  # k, v: views
-    (B, H, Hkv, L, S, E, Ev), q, c = problem.sizes, problem.q, pick("decode", problem, config)
+def _check_splits(num_splits):
     if num_splits is not None: check_number("num_splits", num_splits, int)
     if num_splits is not None and num_splits < 1: raise ValueError(f"num_splits must be at least 1: {num_splits=}")
+
+def _run(problem, k, v, need_max, config, num_splits):  # k, v: views
+    (B, H, Hkv, L, S, E, Ev), q, c = problem.sizes, problem.q, pick("decode", problem, config)
+    _check_splits(num_splits)
     plan = plan_decode(problem.sizes, problem.window, c.block_m, multiprocessors(q.device), num_splits)
     out, lse = fresh(q, (B, H, L, Ev), q.dtype), fresh(q, (B, H, L), torch.float32)
     top, states, rule = fresh(q, (B, H, L), torch.float32) if need_max else None, None, rule_of(problem)
@@ -249,3 +256,138 @@ def decode_paged(
     table = block_table.contiguous()
     k, v = (View(x, x.stride(0), x.stride(2), x.stride(1), x.stride(3), table, table.stride(0), page) for x in (k_pages, v_pages))
     return _run(problem, k, v, False, config, num_splits)[:2]
+
+# %% ../../nbs/29_decode.ipynb #eefe6c7f
+class Listed(NamedTuple):
+    "How a decoding call along lists is cut up."
+    pack: int  # heads that share a tile
+    rows: int; block_m: int; tiles: int  # queries times heads of a tile, rows in a tile, tiles
+    block_n: int; chunk: int  # keys in a tile, tiles in a chunk
+    most: int; chunks: int  # tiles and chunks of a walk at most
+    splits: int; programs: int  # that share a walk; in all
+
+def plan_lists(
+    problem: AttentionProblem,  # with mods
+    c: Config, multiprocessors: int,
+    num_splits: int | None = None,  # the caller's wish
+) -> Listed:
+    "Cut up a call. Chunks depend on rows and the mask's blocks alone, never on the batch or the machine."
+    (B, H, _, L, S, _, _), blocks, c = problem.sizes, problem.mods.blocks, fitted(c, problem.mods.blocks)
+    shared = blocks is None or L <= blocks.block_size[0] and all(t is None or t.shape[1] == 1 for t in blocks.tensors()[:4:2])
+    pack = max(problem.G, 1) if shared else 1
+    rows, block_m = L * pack, min(block(L * pack), c.block_m)
+    chunk, tile = KEYS * block_m // c.block_n, c.block_n if blocks is None else blocks.block_size[1]
+    most = cdiv(S, tile) * (tile // c.block_n)
+    tiles, chunks = cdiv(rows, block_m), max(1, cdiv(most, chunk))
+    groups = B * (H // pack) * tiles
+    splits = splits_for(multiprocessors, groups, chunks) if num_splits is None else min(num_splits, chunks)
+    return Listed(pack, rows, block_m, tiles, c.block_n, chunk, most, chunks, splits, groups * splits)
+
+# %% ../../nbs/29_decode.ipynb #aa09d2f7
+@triton.jit
+def listed_tiles(full, part, b, h, row, S, most, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    "How many tiles of full blocks a row walks, and how many in all."
+    whole = most * 0
+    if full is not None: _, _, whole = walk(full, b, h, row, 0, S, BLOCK, TILE)
+    _, _, some = walk(part, b, h, row, 0, S, BLOCK, TILE)
+    whole = tl.minimum(whole, most)
+    return whole, tl.minimum(whole + some, most)
+
+@triton.jit
+def attend_listed(q, k, v, b, h, h_kv, i, p, h_list, row, full, part, begin, end, whole, last, L, S, n, rule, user, score_mod: tl.constexpr,
+                  mask_mod: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr):
+    "The state of a tile of rows after tiles begin to end of its walk; h is a column."
+    m, l = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_EV], tl.float32)
+    if full is not None:
+        m, l, acc = omni_range(m, l, acc, q, k, v, b, h, h_kv, i, p, h_list, row, full, begin, tl.minimum(end, whole), 0, S, last, L, n, rule, user,
+            score_mod, mask_mod, False, EDGE, CAREFUL, BLOCK, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
+    return omni_range(m, l, acc, q, k, v, b, h, h_kv, i, p, h_list, row, part, tl.maximum(begin - whole, 0), end - whole, 0, S, last, L, n, rule, user,
+        score_mod, mask_mod, True, EDGE, CAREFUL, BLOCK, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
+
+# %% ../../nbs/29_decode.ipynb #25ebd920
+@triton.jit
+def conclude_in_e(out, lse, top, rule, b, h, i, live, m, l, acc, H, L, EV: tl.constexpr, BLOCK_EV: tl.constexpr):
+    "conclude, of scores in base e."
+    at, sink = (b.to(tl.int64) * H + h) * L + i, float("-inf")
+    if rule.sinks is not None: sink = tl.load(rule.sinks + h, mask=live, other=0.0).to(tl.float32)
+    o, z = finish_in_e(m, l, acc, sink)
+    store_rows(out, b, h, i, live, o, EV, BLOCK_EV)
+    tl.store(lse + at, z, mask=live)
+    if top is not None: tl.store(top + at, m, mask=live)
+
+@triton.jit(do_not_specialize=["splits"])
+def _decode_listed(first, q, k, v, out, lse, top, states, rule, user, full, part, H, G, L, S, rows, tiles, splits, most, last, score_mod: tl.constexpr,
+                   mask_mod: tl.constexpr, EDGE: tl.constexpr, PACK: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+                   DIRECT: tl.constexpr, E: tl.constexpr, EV: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr):
+    x, b, group = locate(first, tiles * splits, H // PACK)
+    tile, split, h_kv = x % tiles, x // tiles, group * PACK // G
+    r, i, h, live = rows_of(tile * BLOCK_M, group, PACK, rows, BLOCK_M)
+    n, shift = entry(rule, b, S)
+    row = tile * BLOCK_M // PACK // OWN
+    q_tile = load_rows(q, b, h, i, live, E, BLOCK_E)
+    whole, steps = listed_tiles(full, part, b, group * PACK, row, S, most, BLOCK, BLOCK_N)
+    for c in tl.range(split, 1 if DIRECT else (steps + CHUNK - 1) // CHUNK, splits):
+        begin, end = c * CHUNK, tl.minimum(c * CHUNK + CHUNK, steps)
+        m, l, acc = attend_listed(q_tile, k, v, b, h[:, None], h_kv, i, i + shift, group * PACK, row, full, part, begin, end, whole, last, L, S, n,
+            rule, user, score_mod, mask_mod, EDGE, False, BLOCK, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
+        if is_odd(tl.where(live[:, None], acc, 0.0)) | is_odd(tl.where(live, l, 0.0)):
+            m, l, acc = attend_listed(q_tile, k, v, b, h[:, None], h_kv, i, i + shift, group * PACK, row, full, part, begin * (BLOCK_N // 16),
+                end * (BLOCK_N // 16), whole * (BLOCK_N // 16), last, L, S, n, rule, user, score_mod, mask_mod, True, True, BLOCK, E, EV,
+                BLOCK_M, 16, BLOCK_E, BLOCK_EV)
+        if DIRECT: conclude_in_e(out, lse, top, rule, b, h, i, live, m, l, acc, H, L, EV, BLOCK_EV)
+        else:
+            at = b * (H // PACK) + group
+            store_rows(states.m, at, c, r, live, m[:, None], 1, 1)
+            store_rows(states.l, at, c, r, live, l[:, None], 1, 1)
+            store_rows(states.acc, at, c, r, live, acc, EV, BLOCK_EV)
+
+@triton.jit
+def _merge_listed(first, states, out, lse, top, rule, full, part, H, L, S, rows, most, PACK: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+                  TILE: tl.constexpr, CHUNK: tl.constexpr, EV: tl.constexpr, BLOCK_EV: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr):
+    x, b, group = locate(first, rows, H // PACK)
+    r, i, h, live = rows_of(x, group, PACK, rows, 1)
+    _, steps = listed_tiles(full, part, b, group * PACK, x // BLOCK_M * BLOCK_M // PACK // OWN, S, most, BLOCK, TILE)
+    at, chunks = b * (H // PACK) + group, (steps + CHUNK - 1) // CHUNK
+    m, l, acc = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32), tl.zeros([1, BLOCK_EV], tl.float32)
+    for c0 in tl.range(0, chunks, BLOCK_C):
+        c = c0 + tl.arange(0, BLOCK_C)
+        there = c < chunks
+        m_c, l_c = load_rows(states.m, at, c, r, there, 1, 1), load_rows(states.l, at, c, r, there, 1, 1)
+        acc_c = load_rows(states.acc, at, c, r, there, EV, BLOCK_EV)
+        m, ignored, alpha, w = softmax_step(m, l, tl.where(there[None, :], tl.trans(m_c), float("-inf")), True, True)
+        w = tl.trans(w)
+        l = l * alpha + tl.sum(w * l_c, 0)
+        acc = acc * alpha[:, None] + tl.sum(w * acc_c, 0)[None, :]
+    conclude_in_e(out, lse, top, rule, b, h, i, live, m, l, acc, H, L, EV, BLOCK_EV)
+
+# %% ../../nbs/29_decode.ipynb #b23e7a05
+def decode_lists_reasons(problem: AttentionProblem) -> list[str]:  # none: it can
+    "Why decoding along lists cannot answer a problem."
+    L, reasons = problem.q.shape[2], omni_reasons(problem)
+    if L * problem.G > MAX_ROWS:
+        reasons.append(f"decoding takes {MAX_ROWS} queries times heads that share a key head, not {L} * {problem.G}")
+    return reasons
+
+def decode_lists_forward(
+    problem: AttentionProblem,  # with mods; decode_lists_reasons has nothing to say
+    need_max: bool = False, config: Config | None = None, num_splits: int | None = None,  # as in decode_forward
+) -> tuple[Tensor, Tensor, Tensor | None]:  # out (B, H, L, Ev) in q's dtype; lse, max_scores (B, H, L) fp32
+    "Attention of few queries to many keys, with a user's functions and block lists."
+    (B, H, _, L, S, E, Ev), q, mods, c = problem.sizes, problem.q, problem.mods, pick("decode", problem, config)
+    _check_splits(num_splits)
+    plan, (full, part, own, size) = plan_lists(problem, c, multiprocessors(q.device), num_splits), row_walks(mods.blocks)
+    out, lse = fresh(q, (B, H, L, Ev), q.dtype), fresh(q, (B, H, L), torch.float32)
+    top, states, rule = fresh(q, (B, H, L), torch.float32) if need_max else None, None, rule_in_e(problem)
+    groups, same = B * (H // plan.pack), dict(PACK=plan.pack, OWN=own, BLOCK=size, CHUNK=plan.chunk)
+    if plan.chunks > 1: states = States(*(view(fresh(q, (groups, plan.chunks, plan.rows, n), torch.float32)) for n in (1, 1, Ev)))
+    launch(_decode_listed, plan.programs, q.device, view(q), view(problem.k), view(problem.v), view(out), lse, top, states, rule, user_of(problem), full, part,
+        H, max(problem.G, 1), L, S, plan.rows, plan.tiles, plan.splits, plan.most, last_block(S, size), score_mod=lower(mods.score), mask_mod=lower(mods.mask),
+        EDGE=is_edged(problem, S, size or plan.block_n), DIRECT=states is None, **same, **constants(c._replace(block_m=plan.block_m, block_n=plan.block_n), E, Ev))
+    if states is None: return out, lse, top
+    c = pick("decode_merge", problem, None)
+    launch(_merge_listed, groups * plan.rows, q.device, states, view(out), lse, top, rule, full, part, H, L, S, plan.rows, plan.most, TILE=plan.block_n,
+        EV=Ev, BLOCK_EV=block(Ev), BLOCK_C=c.block_n, BLOCK_M=plan.block_m, **same, num_warps=c.num_warps, num_stages=c.num_stages)
+    return out, lse, top

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['ENGINES', 'MATH', 'TILED', 'OLDEST_TRITON', 'INTERPRETED_HEADS', 'LONGEST', 'WIDEST', 'KERNELS', 'FLASH', 'EFFICIENT',
-           'CUDNN', 'Engine', 'register_engine', 'tiled_reasons', 'math_forward', 'math_backward', 'interpreting',
-           'kernel_reasons', 'memory_reasons', 'structural_reasons', 'common_reasons', 'efficient_reasons',
-           'flash_reasons', 'decodes', 'flash_forward', 'flash_backward', 'efficient_forward', 'efficient_backward',
-           'cudnn_machine_reasons', 'cudnn_problem_reasons', 'cudnn_reasons', 'cudnn_forward', 'cudnn_backward']
+           'OMNI', 'CUDNN', 'Engine', 'register_engine', 'tiled_reasons', 'math_forward', 'math_backward',
+           'interpreting', 'kernel_reasons', 'memory_reasons', 'structural_reasons', 'common_reasons',
+           'efficient_reasons', 'flash_reasons', 'decodes', 'flash_forward', 'flash_backward', 'efficient_forward',
+           'efficient_backward', 'omni_reasons', 'omni_forward', 'omni_backward', 'cudnn_machine_reasons',
+           'cudnn_problem_reasons', 'cudnn_reasons', 'cudnn_forward', 'cudnn_backward']
 
 # %% ../nbs/30_engines.ipynb #93117c57
 import functools
@@ -110,6 +111,7 @@ def _memory(problem, *kernels):  # of several, where the device is one that can 
 
 def structural_reasons(problem: AttentionProblem) -> list[str]:
     "The flash algorithm loads no mask."
+    if problem.mods is not None: return ["FLASH_ATTENTION knows structural masks only, and this call has user functions or block lists"]
     tensor = problem.mask is not None or problem.bias is not None
     return ["FLASH_ATTENTION knows structural masks only, and attn_mask is a tensor"] if tensor else []
 
@@ -126,6 +128,7 @@ def common_reasons(problem: AttentionProblem) -> list[str]:
 def efficient_reasons(problem: AttentionProblem) -> list[str]:
     "Why the efficient engine cannot run a problem."
     reasons, bias = common_reasons(problem), problem.bias is not None
+    if problem.mods is not None: reasons.append("user functions and block lists are the omni engine's")
     return reasons or _memory(problem, "efficient", *["bias"] * bias)
 
 def flash_reasons(problem: AttentionProblem) -> list[str]:
@@ -162,6 +165,22 @@ def efficient_backward(problem, out, lse, d_out, d_lse=None, need_dbias: bool = 
 FLASH = register_engine(Engine("flash", flash_forward, flash_backward, flash_reasons))
 EFFICIENT = register_engine(Engine("efficient", efficient_forward, efficient_backward, efficient_reasons))
 
+# %% ../nbs/30_engines.ipynb #862d3017
+def omni_reasons(problem: AttentionProblem) -> list[str]:
+    "Why the omni engine cannot run a problem."
+    if problem.mods is None: return ["the omni engine is for user functions and block lists, and this call has none"]
+    return common_reasons(problem) or _kernel("omni_reasons", "omni_forward")(problem)
+
+def omni_forward(problem: AttentionProblem, need_max: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    "Page 27."
+    return _kernel("omni_forward")(problem, need_max)
+
+def omni_backward(problem, out, lse, d_out, d_lse=None, need_dbias: bool = True) -> Gradients:
+    "Page 28."
+    return _kernel("omni_backward")(problem, out, lse, d_out, d_lse, need_dbias)
+
+OMNI = register_engine(Engine("omni", omni_forward, omni_backward, omni_reasons))
+
 # %% ../nbs/30_engines.ipynb #a6e3034d
 def cudnn_machine_reasons(device: torch.device) -> list[str]:
     "Why cuDNN attention is not to be had on a device."
@@ -180,7 +199,7 @@ def cudnn_problem_reasons(problem: AttentionProblem) -> list[str]:
     p, (B, H, _, L, S, E, Ev) = problem, problem.sizes
     causal, moved = p.window == (-1, 0), isinstance(p.shift, Tensor) or p.shift != 0
     many = max(t.numel() for t in (p.q, p.k, p.v, p.q[..., :1].expand(-1, -1, -1, Ev))) >= 2**31
-    said = {"attn_mask": p.mask is not None or p.bias is not None, "sinks": p.sinks is not None, "kv_lengths": p.kv_lengths is not None,
+    said = {"user functions": p.mods is not None, "attn_mask": p.mask is not None or p.bias is not None, "sinks": p.sinks is not None, "kv_lengths": p.kv_lengths is not None,
         "softcap": p.softcap != 0, "dropout_p": p.dropout_p > 0, "window_size": not causal and p.window != (-1, -1)}
     return [f"cuDNN attention is not asked for {name}" for name, holds in said.items() if holds] + [reason for reason, holds in {
         f"cuDNN attention takes float16 and bfloat16: {p.q.dtype=}": p.q.dtype not in (torch.float16, torch.bfloat16),

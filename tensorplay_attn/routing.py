@@ -42,11 +42,19 @@ def backend_engine(
 ) -> tuple[Engine | None, list[str]]:  # the engine, and why it cannot run this problem
     "One backend's answer to a problem."
     if backend not in BACKEND_ENGINES: return None, ["no device has registered an attention of its own"]
+    if problem.mods is not None: return _user_engine(backend, problem)
     engine, more = ENGINES[BACKEND_ENGINES[backend]], []
     if engine.name in ("flash", "efficient") and problem.q.device.type == "cpu" and not interpreting():
         more = structural_reasons(problem) if engine.name == "flash" else []
         engine = ENGINES["tiled"]
     return engine, engine.reasons(problem) + more
+
+def _user_engine(backend, problem):  # for user functions: kernels, or on a CPU what runs every function; the dense engine if asked for
+    name = "omni" if backend == SDPBackend.EFFICIENT_ATTENTION else BACKEND_ENGINES[backend]
+    engine, reasons = ENGINES[name], ENGINES[name].reasons(problem)
+    if name == "omni" and reasons and not ENGINES["tiled"].reasons(problem): return ENGINES["tiled"], []
+    if name == "math" and permitted_backends() == DEFAULT_ORDER: return engine, ["MATH holds all scores; it answers user functions where sdpa_kernel names it"]
+    return engine, reasons
 
 # %% ../nbs/32_routing.ipynb #72d5da97
 _PERMITTED: ContextVar[tuple[SDPBackend, ...]] = ContextVar("permitted", default=DEFAULT_ORDER)

@@ -49,11 +49,18 @@ def test_summary_and_ratios():
 
 
 @pytest.mark.parametrize("record, want", [
-    ({"error": "x", "case": {"limit": 1}}, "error"), ({"error": None, "case": {"limit": None}, "ratio": {"median": 9}}, ""),
-    ({"error": None, "case": {"limit": 1.1}, "ratio": {"median": 1.1}}, "met"),
-    ({"error": None, "case": {"limit": 1.1}, "ratio": {"median": 1.101}}, "missed"),
-    ({"error": None, "case": {"limit": 96}, "extra_mib": 97.0}, "missed"), ({"error": None, "case": {"limit": 96}, "extra_mib": 0.0}, "met")])
-def test_verdict(record, want): assert bm.verdict(record) == want
+    (dict(error="x", limit=1), "error"), (dict(ratio=9), ""), (dict(limit=1.1, ratio=1.1), "met"), (dict(limit=1.1, ratio=1.101), "missed"),
+    (dict(limit=1.1, ratio=0.5, against="torch math"), ""), (dict(limit=1.1, ratio=9, against="torch math"), ""), (dict(limit=1.1, against=None), ""),
+    (dict(limit_mib=96, extra_mib=97.0), "missed"), (dict(limit_mib=96, extra_mib=0.0), "met"), (dict(extra_mib=97.0), ""),
+    (dict(limit_s=2, took_s=2.0), "met"), (dict(limit_s=2, took_s=2.01), "missed"), (dict(took_s=9), ""),
+    (dict(limit_s=2, took_s=1, limit_mib=256, extra_mib=257), "missed"), (dict(limit_s=2, took_s=3, limit_mib=256, extra_mib=1), "missed"),
+    (dict(limit_s=2, took_s=1, limit_mib=256, extra_mib=256), "met")])
+def test_verdict(record, want):
+    "A case's limits, each against its own measure."
+    limits = {name: record.pop(name) for name in list(record) if name.startswith("limit")}
+    for name in ("ratio", "took_s"):
+        if name in record: record[name] = bm.summary([float(record[name])])
+    assert bm.verdict(dict(error=None, against="torch", case=asdict(Case("x", **limits))) | record) == want
 
 
 SAME = {
@@ -61,12 +68,17 @@ SAME = {
     "window": dict(window=(5, 0)), "window both sides": dict(window=(2, 3)),
     "lengths": dict(B=3, kv_length=6), "bias": dict(bias=True), "bf16": dict(dtype="bfloat16", is_causal=True), "fp16": dict(dtype="float16"),
 }
+OMNI = {
+    "dense": {}, "causal": dict(is_causal=True), "gqa": dict(H=4, is_causal=True), "window": dict(window=(5, 0)), "lengths": dict(B=3, kv_length=6),
+    "documents": dict(documents=3), "causal documents": dict(documents=5, is_causal=True), "alibi": dict(score="alibi", is_causal=True),
+    "relative": dict(score="relative"), "relative documents": dict(score="relative", documents=2, H=4),
+}
 
 
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd+bwd"])
 def test_contenders_answer_the_same(name, backward):
-    peers = ("torch", "torch math") + (("torch mask",) if name in ("causal", "gqa") else ())
+    peers = ("torch", "torch math", "dense") + (("torch mask",) if name in ("causal", "gqa") else ())
     case = Case(name, **TINY | SAME[name], backward=backward, peers=peers, limit=math.inf)
     record = bm.run_case(case, FAST)
     assert record["error"] is None and record["verdict"] == "met", record["error"]
@@ -75,17 +87,83 @@ def test_contenders_answer_the_same(name, backward):
     assert len(bm.runner(case, t, "ours")()) == (1 + len(t.leaves) if backward else 1)
 
 
+@pytest.mark.parametrize("name", OMNI)
+@pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd+bwd"])
+def test_omni_and_its_peers_answer_the_same(name, backward):
+    knobs = TINY | OMNI[name]
+    peers = ("dense",) + (() if "score" in knobs else ("torch",)) + (() if {"score", "documents"} & set(knobs) else ("our sdpa",))
+    record = bm.run_case(Case(name, **knobs, omni=True, backward=backward, peers=peers, limit=math.inf), FAST)
+    assert record["error"] is None and record["verdict"] == "met" and record["against"] == "dense", record["error"]
+    for peer in peers: assert record["contenders"][peer]["process_ms"]["n"] == 2, record["contenders"][peer]
+
+
+def test_ours_comes_through_the_door_asked_for(monkeypatch):
+    asked = []
+    for name in ("omni_attention", "scaled_dot_product_attention"):
+        monkeypatch.setattr(bm, name, lambda q, k, v, *args, name=name, **kwargs: asked.append(name) or v)
+    for omni in (True, False):
+        case = Case("case", **TINY, omni=omni, is_causal=True)
+        bm.runner(case, bm.make_inputs(case), "ours")()
+    assert asked == ["omni_attention", "scaled_dot_product_attention"]
+
+
+def test_what_is_prepared_is_prepared_once(monkeypatch):
+    "No call that is timed makes a mask."
+    made = []
+    for name in ("create_block_mask", "create_mask"):
+        real = getattr(bm, name)
+        monkeypatch.setattr(bm, name, lambda *args, real=real, **kwargs: made.append(real) or real(*args, **kwargs))
+    monkeypatch.setattr(bm.block_mask, "__defaults__", (bm.create_block_mask,))
+    case = Case("case", **TINY, omni=True, documents=3, is_causal=True, score="alibi", peers=("dense",))
+    t = bm.make_inputs(case)
+    for name in ("ours", "dense"): bm.runner(case, t, name)()
+    before, kept = len(made), dict(t.prepared)
+    for name in ("ours", "dense"): bm.runner(case, t, name)()
+    assert len(made) == before == 3 and {"our blocks", "hidden", "score"} == set(kept) and all(t.prepared[x] is kept[x] for x in kept)
+
+
+def test_documents():
+    even = Case("even", L=32, documents=8)
+    assert bm.document_ids(even).tolist() == [i // 4 for i in range(32)]
+    ids = bm.document_ids(replace(even, L=1000, group="building"))
+    assert ids.unique().tolist() == list(range(8)) and bool((ids.diff() >= 0).all()) and len(set(ids.bincount().tolist())) > 1
+    assert torch.equal(ids, bm.document_ids(replace(even, L=1000, group="building")))
+    assert bm.make_inputs(even).mask.sum() == 8 * 16 and bm.make_inputs(replace(even, is_causal=True)).mask.sum() == 8 * 10
+
+
 def boom(case, t): raise ZeroDivisionError("made to fail\nsecond line")
 
 
-@pytest.mark.parametrize("who", ["ours", "torch"])
-def test_a_failing_case_is_reported(monkeypatch, who):
+def test_a_failing_case_is_reported(monkeypatch):
     case = Case("fails", **TINY, limit=1.0)
-    monkeypatch.setitem(bm.ATTENTIONS, who, boom)
+    monkeypatch.setitem(bm.ATTENTIONS, "ours", boom)
     report = bm.bench([case, replace(case, name="fails too")], FAST)
     assert [r["verdict"] for r in report["records"]] == ["error", "error"]
-    assert report["records"][0]["error"] == "ZeroDivisionError: made to fail" and "fails fwd" in "\n".join(bm.conclusion(report))
+    assert report["records"][0]["error"] == "ZeroDivisionError: made to fail" and "failed: fails fwd" in "\n".join(bm.conclusion(report))
     json.dumps(report, allow_nan=False)
+
+
+def test_a_first_peer_that_cannot_run_is_said_and_replaced(monkeypatch):
+    monkeypatch.setitem(bm.ATTENTIONS, "torch", boom)
+    case = Case("case", **TINY, is_causal=True, peers=("torch", "torch math", "dense"), limit=1e9)
+    report = bm.bench([case, replace(case, name="no limit", limit=None), replace(case, name="alone", peers=("torch",))], FAST)
+    first, unlimited, alone = report["records"]
+    assert [r["verdict"] for r in report["records"]] == ["", "", ""] and [r["error"] for r in report["records"]] == [None] * 3
+    assert first["against"] == unlimited["against"] == "torch math" and "ratio" in first and alone["against"] is None and "ratio" not in alone
+    rows = {row[0]: row for row in bm.table_rows(report["records"])}
+    assert rows["case fwd"][2] == "torch math" and rows["alone fwd"][2:4] == ("torch", "cannot") and rows["alone fwd"][-1] == ""
+    others = [row for row in bm.other_rows(report["records"]) if row[1] == "torch"]
+    assert [row[2:] for row in others] == [("cannot", "", "ZeroDivisionError: made to fail")] * 3
+    said = [line for line in bm.conclusion(report) if "cannot:" in line]
+    assert len(said) == 3 and "case fwd: torch: ZeroDivisionError: made to fail" in said[0] and "torch math" in said[0]
+    assert "second line" not in str(said)
+    again = json.loads(json.dumps(report, allow_nan=False))
+    assert bm.conclusion(again) == bm.conclusion(report) and "cannot" in bm.html_page(again) and "missed: 0" in str(bm.conclusion(report))
+
+
+def test_a_reason_is_one_short_line():
+    assert bm.reason(ValueError("\n\nfirst\nsecond")) == "ValueError: first" and bm.reason(KeyError()) == "KeyError: "
+    assert len(long := bm.reason(RuntimeError("x" * 5000))) == 160 and long.endswith("…")
 
 
 def test_a_failing_later_peer_only_loses_its_place(monkeypatch):
@@ -103,6 +181,17 @@ def test_different_answers_are_not_timed(monkeypatch, spoil):
     monkeypatch.setitem(bm.ATTENTIONS, "ours", lambda case, t: spoil(ours(case, t)))
     record = bm.run_case(Case("wrong", **TINY, is_causal=True), FAST)
     assert record["verdict"] == "error" and "different questions" in record["error"] and "ratio" not in record
+
+
+def test_the_peer_that_is_compared_must_answer_the_same(monkeypatch):
+    "Whoever takes the place of one that cannot is held to that too; a wrong answer of somebody else costs only its place."
+    case = Case("wrong", **TINY, is_causal=True, peers=("torch", "torch math", "dense"), limit=math.inf)
+    monkeypatch.setitem(bm.ATTENTIONS, "torch math", lambda case, t: t.v)
+    record = bm.run_case(case, FAST)
+    assert record["verdict"] == "met" and "different questions" in record["contenders"]["torch math"]["error"]
+    monkeypatch.setitem(bm.ATTENTIONS, "torch", boom)
+    record = bm.run_case(case, FAST)
+    assert record["verdict"] == "error" and "different questions" in record["error"]
 
 
 def test_a_large_dense_peer_is_not_run():
@@ -140,8 +229,73 @@ def test_limits_are_those_promised():
         assert limits[f"window (255,0) (1,8,8192,64) {way}"] == 1 / 8 and limits[f"lengths 25% (4,8,4096,64) {way}"] == 1 / 3
     assert limits["bias (1,8,2048,64) fwd+bwd"] == 1.0
     memory = {c.L: c for c in bm.memory_cases()}[65536]
-    assert (memory.limit, memory.H, memory.window, memory.backward) == (96, 1, (255, 0), True)
+    assert (memory.limit_mib, memory.H, memory.window, memory.backward) == (96, 1, (255, 0), True)
     assert {c.L for c in bm.curve_cases()} == {256, 512, 1024, 2048, 4096, 8192}
+
+
+def test_limits_of_omni_attention():
+    cases = {c.id: c for c in bm.omni_cases()}
+    for name in ("causal", "window (255,0)", "documents", "causal documents"):
+        forward, both = (cases[f"omni {name} (1,8,4096,64) {way}"] for way in ("fwd", "fwd+bwd"))
+        assert forward.limit == 1 / 1.5 and forward.peers[0] == "torch flex" and both.limit == 1 / 3 and both.peers[0] == "dense"
+    for way in ("fwd", "fwd+bwd"):
+        beside = cases[f"omni causal beside sdpa (1,8,4096,64) {way}"]
+        assert beside.limit == 1.15 and beside.peers == ("our sdpa",) and beside.is_causal
+    for c in cases.values(): assert c.omni and (c.L, c.H, c.E, c.dtype) == (4096, 8, 64, "float32") and c.documents in (0, 8)
+    assert {c.score: c.limit for c in cases.values() if c.score} == {"alibi": None, "relative": None}
+    once = {c.id: c for c in bm.fresh_cases()}
+    built, first = once["omni building causal documents 131072"], once["omni first result (1,8,1024,64)"]
+    assert (built.L, built.documents, built.is_causal, built.limit_s, built.limit_mib) == (131072, 64, True, 2, 256)
+    assert (first.L, first.limit_s, first.peers) == (1024, 0.5, ("torch flex",))
+    assert {c for c in bm.all_cases() if "omni" in c.id} == {*cases.values(), *once.values()} == set(bm.select(bm.all_cases(), "*omni*"))
+
+
+def test_a_mask_built_in_a_fresh_process():
+    case = Case("building", L=640, documents=3, is_causal=True, omni=True, group="building", limit_s=1e9, limit_mib=1e9)
+    record = bm.run_case(case, replace(FAST, quick=True))
+    ours = record["contenders"]["ours"]
+    assert record["verdict"] == "met" and list(record["contenders"]) == ["ours"] and ours["wall_s"]["n"] == 1
+    assert record["took_s"] == ours["wall_s"] and record["extra_mib"] == ours["extra"] / 2**20 >= 0
+    peer = bm.child_building(asdict(case), "torch flex")
+    assert peer["sparsity"] == pytest.approx(ours["sparsity"]) and 40 <= ours["sparsity"] < 100  # 10 of 25 blocks lie above the diagonal
+    row, = bm.fresh_rows([record])
+    assert row[0] == "building" and row[6] == "≤ 1e+09 s, ≤ 1e+09 MiB" and row[-1] == "met"
+    assert bm.table_rows([record]) == bm.memory_rows([record]) == bm.other_rows([record]) == []
+    json.dumps(record, allow_nan=False)
+
+
+def test_a_first_result(monkeypatch):
+    "Ours in a process of its own; the peer here, uncompiled, since the question is whether it answers the same."
+    case = Case("first", H=1, Hkv=1, L=40, E=8, omni=True, group="first", limit_s=0.0)
+    record = bm.run_case(case, replace(FAST, quick=True))
+    assert record["verdict"] == "missed" and record["contenders"]["ours"]["share_of_allowed_difference"] < 1 and "extra_mib" not in record
+    said = bm.conclusion({"machine": bm.machine(FAST), "settings": asdict(FAST), "records": [record]})
+    assert [line for line in said if "missed: first:" in line and " s, limit 0" in line]
+    monkeypatch.setattr(bm, "_compiled_flex", lambda: bm._flex().flex_attention)
+    monkeypatch.setattr("warnings.warn", lambda *args, **kwargs: None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "given back afterwards")
+    assert bm.child_first(asdict(case), "torch flex")["share_of_allowed_difference"] < 1
+
+
+def test_fresh_processes_of_ours_and_peers(monkeypatch):
+    "Ours is asked three times, a peer once; a peer that cannot keeps its reason; ours that cannot, or a wrong answer, is an error."
+    asked, case = [], Case("case", group="building", peers=("torch flex", "dense"), limit_s=2, limit_mib=1)
+    def answer(function, threads, case, name):
+        asked.append(name)
+        if name == "dense": raise RuntimeError("MemoryError: too much")
+        return {"wall_s": float(len(asked)), "process_s": 1.0, "extra": 2**19 * len(asked), "sparsity": 50.0}
+    monkeypatch.setattr(bm, "in_fresh_process", answer)
+    record = bm.run_case(case, FAST)
+    assert asked == ["ours"] * 3 + ["torch flex", "dense"] and record["took_s"]["median"] == 2 and record["extra_mib"] == 1.5
+    assert record["verdict"] == "missed" and record["contenders"]["dense"] == {"error": "RuntimeError: MemoryError: too much"}
+    assert bm.fresh_rows([record])[0][1:] == ("2.00", "1.00", "4.00", "2", "2", "≤ 2 s, ≤ 1 MiB", "missed")
+    for who, why in (("ours", "MemoryError: x"), ("torch flex", "DifferentAnswers: x")):
+        def fail(function, threads, case, name, who=who, why=why):
+            if name == who: raise RuntimeError(why)
+            return {"wall_s": 1.0, "process_s": 1.0}
+        monkeypatch.setattr(bm, "in_fresh_process", fail)
+        record = bm.run_case(case, FAST)
+        assert record["verdict"] == "error" and why in record["error"] and bm.fresh_rows([record])[0][-1] == "error"
 
 
 def test_sampler_sees_a_known_allocation():
@@ -157,7 +311,7 @@ def test_sampler_ends_its_thread_when_the_function_raises():
 
 
 def test_memory_of_a_case():
-    case = Case("memory", H=1, Hkv=1, L=2048, backward=True, group="memory", window=(63, 0), peers=("torch", "torch math"), limit=1000)
+    case = Case("memory", H=1, Hkv=1, L=2048, backward=True, group="memory", window=(63, 0), peers=("torch", "torch math"), limit_mib=1000)
     record = bm.run_case(case, FAST)
     math_way = record["contenders"]["torch math"]
     assert record["verdict"] == "met" and record["extra_mib"] == record["contenders"]["ours"]["extra"] / 2**20
@@ -228,5 +382,8 @@ def test_without_matplotlib(tiny_cases, tmp_path, monkeypatch):
 def test_every_peer_prepares_for_itself(monkeypatch):
     monkeypatch.setattr(bm.torch, "compile", lambda f, **kwargs: f)  # eager: the question is who may run, not how fast
     monkeypatch.setattr("warnings.warn", lambda *args, **kwargs: None)  # flex_attention says that it should be compiled
-    record = bm.run_case(Case("all", **TINY, peers=("torch", "torch math", "torch mask", "torch flex"), is_causal=True, limit=math.inf), FAST)
-    assert record["error"] is None and not [n for n, c in record["contenders"].items() if "error" in c], record["contenders"]
+    everyone = ("torch", "torch math", "torch mask", "torch flex", "dense", "our sdpa")
+    for case in (Case("all", **TINY, peers=everyone, is_causal=True), Case("omni", **TINY, peers=everyone, is_causal=True, omni=True),
+                 *(Case(score, **TINY, peers=("torch flex", "dense"), score=score, omni=True, documents=2) for score in bm.SCORES)):
+        record = bm.run_case(case, FAST)
+        assert record["error"] is None and not [n for n, c in record["contenders"].items() if "error" in c], record["contenders"]

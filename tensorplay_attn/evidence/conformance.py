@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['WAYS', 'ENGINE_BACKENDS', 'PASS', 'FAIL', 'CANNOT', 'TITLES', 'NO_WORD', 'spoken', 'Column', 'absence',
-           'engines_here', 'engine_column', 'torch_column', 'impl_column', 'torch_backends', 'default_columns', 'find',
-           'load', 'Raised', 'Glass', 'Apart', 'apart', 'Record', 'try_case', 'Results', 'run', 'worst_share', 'cell',
-           'table', 'Difference', 'differences', 'why_not', 'print_results', 'summary', 'versions', 'to_json']
+           'engines_here', 'engine_column', 'torch_column', 'flex_attention', 'impl_column', 'torch_backends',
+           'default_columns', 'find', 'load', 'Raised', 'Glass', 'Apart', 'apart', 'Record', 'try_case', 'Results',
+           'run', 'worst_share', 'cell', 'table', 'Difference', 'differences', 'why_not', 'print_results', 'summary',
+           'versions', 'to_json']
 
 # %% ../../nbs/50_conformance.ipynb #9f858a39
 import contextlib
@@ -19,6 +20,7 @@ import json
 import math
 import multiprocessing
 import operator
+import pickle
 import platform
 import re
 import signal
@@ -36,13 +38,19 @@ from rich.table import Table
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+import tensorplay_attn
 from .. import __version__
 from ..accuracy import Verdict
 from ..problem import AttentionProblem, make_problem
+from ..dropout import new_seed
 from ..engines import ENGINES
 from ..autograd import attend
-from tensorplay_attn.evidence.cases import (NAMES, OUR_WORDS, TORCH_WORDS, Call, Cannot, Case, Crash, Truth, fail, on_device,
-    pose, raw)
+from ..mods import Mods, trace
+from ..block_mask import LISTS
+from ..omni_attention import omni_attention, with_mods
+from tensorplay_attn.evidence.cases import (NAMES, OMNI_WORDS, OUR_WORDS, TORCH_WORDS, Blocked, Call, Cannot, Case, Crash, Score, Truth, fail,
+    on_device, pose, raw)
 from ..functional import AuxOutput, AuxRequest, scaled_dot_product_attention
 from ..routing import SDPBackend, backend_engine, sdpa_kernel
 
@@ -52,7 +60,7 @@ def spoken(function: Callable) -> frozenset[str]:
     try: parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError): return frozenset(TORCH_WORDS)
     open_ended = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
-    named = {p.name for p in parameters} & {*TORCH_WORDS, *OUR_WORDS, "return_aux", "return_lse"}
+    named = {p.name for p in parameters} & {*TORCH_WORDS, *OUR_WORDS, *OMNI_WORDS, "return_aux", "return_lse"}
     return frozenset(named | set(TORCH_WORDS) if open_ended else named)
 
 @dataclass
@@ -64,6 +72,8 @@ class Column:
     ours: bool = False  # errors of our types, our dropout bits, our routing
     decides: bool = True  # a failure is a failure of the run
     around: Callable = contextlib.nullcontext  # made and entered around each call
+    omni: Callable | None = None  # the function for calls of omni_attention; None: the same
+    masks: object = None  # a module with create_mask, create_block_mask and the like; None: it has none
     attend: Callable | None = None  # problem -> out, lse, max_scores: for problems that no call can say
     refusal: str = ""  # a RuntimeError with this text says: I do not do that
     reasons: Callable[[Call], list[str]] | None = None  # why an engine of ours does not run a call that is right
@@ -84,11 +94,12 @@ class Column:
         if reason := self.cannot(call): raise Cannot(reason)
         call = on_device(call, self.device)
         with warnings.catch_warnings(record=True) as caught:
-            inputs = {n: _leaf(t, call, n) for n, t in call.tensors.items()}
+            inputs, (made, learned) = {n: _leaf(t, call, n) for n, t in call.tensors.items()}, self.make(call)
+            inputs |= {f"tensors{n}": t for n, t in enumerate(learned)}
             before = {n: t.detach().clone() for n, t in inputs.items()}
             caught.clear()
             warnings.simplefilter("always")
-            try: answer = self._ask(call, inputs)
+            try: answer = self._ask(call, inputs, made)
             except NotImplementedError as e: raise Cannot(f"says {e or 'that it is not implemented'}") from e
             except RuntimeError as e:
                 if self.refusal and self.refusal in str(e): raise Cannot(_why(e, caught)) from e
@@ -100,17 +111,26 @@ class Column:
 
     def through(self, way: str) -> "Column":
         "The same, compiled or exported: a name in WAYS."
-        return replace(self, function=WAYS[way](self.function, self.ours))
+        through = partial(WAYS[way], whole=self.ours)
+        return replace(self, function=through(self.function), omni=self.omni and through(self.omni))
 
-    def _ask(self, call, inputs):
-        words = {n: inputs.get(n, x) for n, x in call.words.items() if n in call.said}
+    def make(self, call: Call) -> tuple[dict, list[Tensor]]:
+        "The call's recipes followed: words, and the tensors that learn."
+        made, learned = {n: x for n, x in call.words.items() if n in OMNI_WORDS}, []
+        if isinstance(x := made.get("score_mod"), Score): made["score_mod"], learned = x.make(self.device)
+        if isinstance(x := made.get("block_mask"), Blocked): made["block_mask"] = x.build(self.masks or tensorplay_attn, self.device)
+        return made, learned
+
+    def _ask(self, call, inputs, made):
+        words = {n: inputs.get(n, x) for n, x in (call.words | made).items() if n in call.said}
+        function = self.omni or self.function if call.omni else self.function
         tensors = [inputs.get(n, getattr(call, n)) for n in ("query", "key", "value")]
         aux = tuple(a for a in call.aux if "return_aux" in self.words or a == "lse" and "return_lse" in self.words)
         if aux: words |= {"return_aux": AuxRequest(*(n in aux for n in AuxRequest._fields))} if "return_aux" in self.words else {"return_lse": True}
         torch.manual_seed(call.seed)
         low = torch.autocast(self.device, dtype=call.autocast) if call.autocast else contextlib.nullcontext()
         with self.around(), torch.set_grad_enabled(call.d_out is not None):
-            with low: answer = _named(self.function(*tensors, **words), aux)
+            with low: answer = _named(function(*tensors, **words), aux)
             return answer | (_gradients(answer, call, inputs) if call.d_out is not None else {})
 
 def _leaf(t, call, name):  # a leaf that shares the memory
@@ -141,7 +161,8 @@ def _gradients(answer, call, inputs):
         if not answer[n].requires_grad: raise AssertionError(f"{n} has no gradient")
     if (shape := answer["out"].shape) != call.d_out.shape: raise AssertionError(f"out has shape {tuple(shape)}, should be {tuple(call.d_out.shape)}")
     grads = torch.autograd.grad([answer[n] for n in back], list(leaves.values()), [back[n].to(answer[n].dtype) for n in back], allow_unused=True)
-    return {NAMES[n]: t.new_zeros(t.shape) if g is None else g for (n, t), g in zip(leaves.items(), grads) if g is not None or not t.numel()}
+    found = ((n, t, g) for (n, t), g in zip(leaves.items(), grads) if g is not None or not t.numel())
+    return {NAMES.get(n, f"d{n}"): t.new_zeros(t.shape) if g is None else g for n, t, g in found}
 
 def _why(error, caught):  # a refusal's reasons, as PyTorch warns them
     said = [str(w.message).split(" (Triggered")[0] for w in caught]
@@ -170,7 +191,8 @@ WAYS = {"compiled": _compiled, "exported": lambda function, whole: partial(_expo
 
 # %% ../../nbs/50_conformance.ipynb #23265374
 ENGINE_BACKENDS = {"math": [SDPBackend.MATH], "tiled": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
-    "flash": [SDPBackend.FLASH_ATTENTION], "efficient": [SDPBackend.EFFICIENT_ATTENTION], "cudnn": [SDPBackend.CUDNN_ATTENTION]}
+    "flash": [SDPBackend.FLASH_ATTENTION], "efficient": [SDPBackend.EFFICIENT_ATTENTION], "omni": [SDPBackend.EFFICIENT_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION]}
 
 def _door(engine, *tensors, kv_lengths=None, **words):  # the front door; lengths, which it has no word for, go to the engine
     if kv_lengths is None: return scaled_dot_product_attention(*tensors, **words)
@@ -178,8 +200,30 @@ def _door(engine, *tensors, kv_lengths=None, **words):  # the front door; length
     out, lse, top = attend(make_problem(*tensors, kv_lengths=kv_lengths, **words), engine, need_max=aux is not None and aux.max_scores)
     return out if aux is None else (out, AuxOutput(lse, top))
 
+def _omni_door(engine, query, key, value, **words):  # omni_attention; with words that are not its own, the engine
+    if not words.keys() & {"attn_mask", "dropout_p", "is_causal", *OUR_WORDS}: return omni_attention(query, key, value, **words)
+    users, aux = {n: words.pop(n) for n in ("score_mod", "block_mask") if n in words}, words.pop("return_aux", None)
+    words.pop("enable_gqa", None)
+    if words.get("dropout_p", 0) > 0: words["seed"] = new_seed(query.device)
+    out, lse, top = attend(_composed(make_problem(query, key, value, **words), **users), engine, aux is not None and aux.max_scores)
+    return out if aux is None else (out, AuxOutput(lse, top))
+
+def _composed(problem, score_mod=None, block_mask=None):  # a user's functions beside a window and the like
+    score, read = (None, ()) if score_mod is None else trace(score_mod, problem.state_dtype, problem.q.device)
+    mask, asked = (None, ()) if block_mask is None else trace(block_mask.mask_mod, problem.state_dtype, problem.q.device)
+    return replace(problem, mods=Mods(score, mask, (*read, *asked), None if block_mask is None else block_mask.blocks()))
+
+def _posed(engine, device, call):  # the problem as it comes to the engine
+    call = on_device(call, device)
+    if not call.omni: return pose(call)
+    users = engine_column(engine, device).make(call)[0]
+    users.pop("kernel_options", None)
+    problem = pose(replace(call, words={n: x for n, x in call.words.items() if n not in OMNI_WORDS}))
+    alone = not call.said & {"attn_mask", "dropout_p", "is_causal", *OUR_WORDS}
+    return with_mods(problem, users.get("score_mod"), users.get("block_mask"), {}) if alone else _composed(problem, **users)
+
 def _reasons(engine, device, call):  # why it does not run a call; wrong calls are the door's to refuse
-    try: problem = pose(on_device(call, device))
+    try: problem = _posed(engine, device, call)
     except Exception: return []
     return _not_asked(engine, problem)
 
@@ -200,7 +244,8 @@ def absence(name: str, device: str = "cpu") -> str:  # "" if it is there
     "Why an engine answers nothing on a device, here and now."
     try: x = torch.zeros(1, 1, 2, 8, dtype=torch.float16, device=device)
     except (RuntimeError, AssertionError) as e: return f"{device}: {e}"  # no such device
-    return "; ".join(_not_asked(name, make_problem(x, x, x)))
+    problem = make_problem(x, x, x)
+    return "; ".join(_not_asked(name, _composed(problem, lambda score, b, h, q_idx, kv_idx: score * 2) if name == "omni" else problem))
 
 def engines_here(device: str = "cpu") -> list[str]:
     "Our engines that answer on a device."
@@ -209,15 +254,32 @@ def engines_here(device: str = "cpu") -> list[str]:
 def engine_column(name: str, device: str = "cpu") -> Column:
     "One of our engines. That of cuDNN is not our work, and decides nothing."
     if name not in ENGINE_BACKENDS: raise ValueError(f"engine={name!r} is none of {', '.join(ENGINE_BACKENDS)}")
-    return Column(name, partial(_door, name), frozenset({*TORCH_WORDS, *OUR_WORDS, "return_aux"}), ours=True, decides=name != "cudnn",
+    words = frozenset({*TORCH_WORDS, *OUR_WORDS, *OMNI_WORDS, "return_aux"})
+    return Column(name, partial(_door, name), words, ours=True, decides=name != "cudnn", omni=partial(_omni_door, name), masks=tensorplay_attn,
         around=lambda: sdpa_kernel(ENGINE_BACKENDS[name]), attend=partial(_attend, name, device), device=device,
         reasons=partial(_reasons, name, device))
 
 def torch_column(backend: str, device: str = "cpu") -> Column:
-    "One of PyTorch's backends. It decides nothing."
+    "One of PyTorch's backends, or FLEX: its flex_attention. It decides nothing."
+    if backend == "FLEX": return Column("torch flex", flex_attention, spoken(flex_attention), decides=False, masks=flex, device=device)
     member = getattr(torch.nn.attention.SDPBackend, backend)
     return Column(f"torch {backend.split('_')[0].lower()}", F.scaled_dot_product_attention, frozenset(TORCH_WORDS), decides=False,
         around=lambda: torch.nn.attention.sdpa_kernel(member), refusal="No available kernel", device=device)
+
+def flex_attention(query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, kernel_options=None, return_aux=None):
+    "PyTorch's, without the compiler's tracing, which takes a quarter of a second a call and changes no number."
+    if block_mask is not None and not isinstance(block_mask, flex.BlockMask): block_mask = _as_theirs(block_mask)
+    if return_aux is not None: return_aux = flex.AuxRequest(*return_aux)
+    words = dict(score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa, kernel_options=kernel_options)
+    call = partial(flex.flex_attention, query, key, value, **words, return_aux=return_aux)
+    if torch.compiler.is_compiling(): return call()
+    before, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG, True
+    try: return call()
+    finally: flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+
+def _as_theirs(mask):  # a block mask of ours
+    if not isinstance(mask, tensorplay_attn.BlockMask): return mask
+    return flex.BlockMask(mask.seq_lengths, *(getattr(mask, n) for n in LISTS), mask.BLOCK_SIZE, mask.mask_mod)
 
 def impl_column(function: Callable, name: str = "", device: str = "cpu") -> Column:
     "Somebody's function with PyTorch's signature, or more."
@@ -226,7 +288,7 @@ def impl_column(function: Callable, name: str = "", device: str = "cpu") -> Colu
 
 def torch_backends(device: str = "cpu") -> tuple[str, ...]:
     "Those that a device has."
-    return ("MATH", "FLASH_ATTENTION") if device == "cpu" else ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
+    return ("MATH", "FLASH_ATTENTION", "FLEX") if device == "cpu" else ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "FLEX")
 
 def default_columns(device: str = "cpu") -> list[Column]:
     "Ours, then PyTorch's, all in this process."
@@ -309,6 +371,12 @@ class Glass:
         self.process.join()
         return signal.Signals(-code).name if code is not None and code < 0 else f"exit {code}"
 
+def _can_be_sent(words):
+    with contextlib.suppress(Exception):
+        pickle.dumps({n: x for n, x in words.items() if not isinstance(x, Tensor)})
+        return True
+    return False
+
 @dataclass
 class Apart(Column):
     "A column behind glass."
@@ -319,8 +387,7 @@ class Apart(Column):
         if reason := super().cannot(call): return reason
         size = sum(t.untyped_storage().nbytes() for t in call.tensors.values() if t.layout == torch.strided)
         if size > 2**30: return "is asked in another process, and this is too much to send"
-        if any(callable(x) for x in call.words.values()): return "is asked in another process, and a function cannot be sent"
-        return ""
+        return "" if _can_be_sent(call.words) else "is asked in another process, and a function cannot be sent"
 
     def answer(self, call: Call) -> dict[str, Tensor]:
         if reason := self.cannot(call): raise Cannot(reason)
@@ -332,7 +399,8 @@ class Apart(Column):
 def apart(spec: str, glass: Glass, device: str = "cpu") -> Column:
     "The column that `load` would give, behind glass."
     words, name = glass.ask(spec, device, None)
-    return Apart(name, None, words, decides=spec.startswith("impl:"), device=device, spec=spec, glass=glass)
+    return Apart(name, None, words, decides=spec.startswith("impl:"), device=device, spec=spec, glass=glass,
+        masks=flex if spec == "torch:FLEX" else None)
 
 # %% ../../nbs/50_conformance.ipynb #6878fedd
 PASS, FAIL, CANNOT = "pass", "fail", "cannot"
@@ -415,7 +483,8 @@ TITLES = {"R1": "everything composes", "R2": "alignment, windows", "R3": "defaul
     "R6": "masks of every rank",
     "R7": "finite minus infinity", "R8": "NaN and infinity", "R9": "shared heads", "R10": "batches, ranks", "R11": "dtypes, autocast",
     "R12": "lse, largest score", "R13": "sinks",
-    "R14": "dropout", "R15": "strides", "R16": "any size", "R17": "repeatable", "R18": "no silent fallback", "errors": "wrong calls"}
+    "R14": "dropout", "R15": "strides", "R16": "any size", "R17": "repeatable", "R18": "no silent fallback", "errors": "wrong calls",
+    "T7": "create_mask", "T8": "masks combined", "T9": "create_block_mask", "T10": "block masks", "T11": "omni_attention", "T12": "aux"}
 
 def worst_share(records: list[Record]) -> float:
     "The largest error of those that passed, as a share of its bound."

@@ -7,8 +7,8 @@ __all__ = ['ENGINES', 'MATH', 'TILED', 'OLDEST_TRITON', 'INTERPRETED_HEADS', 'LO
            'OMNI', 'CUDNN', 'Engine', 'register_engine', 'tiled_reasons', 'math_forward', 'math_backward',
            'interpreting', 'kernel_reasons', 'memory_reasons', 'structural_reasons', 'common_reasons',
            'efficient_reasons', 'flash_reasons', 'decodes', 'flash_forward', 'flash_backward', 'efficient_forward',
-           'efficient_backward', 'omni_reasons', 'omni_forward', 'omni_backward', 'cudnn_machine_reasons',
-           'cudnn_problem_reasons', 'cudnn_reasons', 'cudnn_forward', 'cudnn_backward']
+           'efficient_backward', 'decodes_lists', 'omni_reasons', 'omni_forward', 'omni_backward',
+           'cudnn_machine_reasons', 'cudnn_problem_reasons', 'cudnn_reasons', 'cudnn_forward', 'cudnn_backward']
 
 # %% ../nbs/30_engines.ipynb #93117c57
 import functools
@@ -91,7 +91,8 @@ LONGEST = 2**28  # queries, keys: five times this is below 2**31
 WIDEST = 256  # head size of flash
 
 KERNELS = {"flash": ("flash_forward", "flash_backward_dq", "flash_backward_dkdv"), "decode": ("decode", "decode_merge"),
-    "efficient": ("efficient_forward", "efficient_backward_dq", "efficient_backward_dkdv"), "bias": ("efficient_backward_dbias",)}
+    "efficient": ("efficient_forward", "efficient_backward_dq", "efficient_backward_dkdv"), "bias": ("efficient_backward_dbias",),
+    "omni": ("omni_forward", "omni_backward_dq", "omni_backward_dkdv", "omni_backward_tensors")}
 
 @functools.cache
 def memory_reasons(
@@ -166,14 +167,22 @@ FLASH = register_engine(Engine("flash", flash_forward, flash_backward, flash_rea
 EFFICIENT = register_engine(Engine("efficient", efficient_forward, efficient_backward, efficient_reasons))
 
 # %% ../nbs/30_engines.ipynb #862d3017
+def decodes_lists(problem: AttentionProblem) -> bool:
+    "Does the omni engine answer by decoding?"
+    options = dict(problem.mods.options)
+    wish = options.get("fwd_BACKEND", options.get("BACKEND", "AUTO"))
+    return decodes(problem) if wish == "AUTO" else wish == "TRITON_DECODE"
+
 def omni_reasons(problem: AttentionProblem) -> list[str]:
     "Why the omni engine cannot run a problem."
     if problem.mods is None: return ["the omni engine is for user functions and block lists, and this call has none"]
-    return common_reasons(problem) or _kernel("omni_reasons", "omni_forward")(problem)
+    own = ("decode_lists_reasons", "decode") if decodes_lists(problem) else ("omni_reasons", "omni_forward")
+    return common_reasons(problem) or _kernel(*own)(problem) or _memory(problem, "omni", *["decode"] * decodes_lists(problem))
 
 def omni_forward(problem: AttentionProblem, need_max: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    "Page 27."
-    return _kernel("omni_forward")(problem, need_max)
+    "Pages 27 and 29."
+    forward = _kernel("decode_lists_forward", "decode") if decodes_lists(problem) else _kernel("omni_forward")
+    return forward(problem, need_max)
 
 def omni_backward(problem, out, lse, d_out, d_lse=None, need_dbias: bool = True) -> Gradients:
     "Page 28."
@@ -199,7 +208,8 @@ def cudnn_problem_reasons(problem: AttentionProblem) -> list[str]:
     p, (B, H, _, L, S, E, Ev) = problem, problem.sizes
     causal, moved = p.window == (-1, 0), isinstance(p.shift, Tensor) or p.shift != 0
     many = max(t.numel() for t in (p.q, p.k, p.v, p.q[..., :1].expand(-1, -1, -1, Ev))) >= 2**31
-    said = {"user functions": p.mods is not None, "attn_mask": p.mask is not None or p.bias is not None, "sinks": p.sinks is not None, "kv_lengths": p.kv_lengths is not None,
+    said = {"user functions": p.mods is not None, "attn_mask": p.mask is not None or p.bias is not None, "sinks": p.sinks is not None,
+        "kv_lengths": p.kv_lengths is not None,
         "softcap": p.softcap != 0, "dropout_p": p.dropout_p > 0, "window_size": not causal and p.window != (-1, -1)}
     return [f"cuDNN attention is not asked for {name}" for name, holds in said.items() if holds] + [reason for reason, holds in {
         f"cuDNN attention takes float16 and bfloat16: {p.q.dtype=}": p.q.dtype not in (torch.float16, torch.bfloat16),

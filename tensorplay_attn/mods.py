@@ -217,7 +217,8 @@ def _bounded(x, y, ends):  # minimum or maximum of a tensor and a tensor or numb
 def _with_tensor(f, **knobs):  # torch's, for which the first operand is a tensor
     return lambda x, y: f(x if isinstance(x, Tensor) else y.new_tensor(x), y, **knobs)
 
-_WORDS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "floor_div": _with_tensor(torch.div, rounding_mode="floor"),
+_WORDS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "floor_div": _with_tensor(torch.div, rounding_mode="floor"),
     "remainder": operator.mod, "trunc_div": _with_tensor(torch.div, rounding_mode="trunc"), "fmod": _with_tensor(torch.fmod), "pow": operator.pow,
     "minimum": lambda x, y: _bounded(x, y, "max"), "maximum": lambda x, y: _bounded(x, y, "min"), "neg": operator.neg, "where": torch.where,
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne, "and": operator.and_,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from .problem import AttentionProblem, check_dense, check_number
-from .masks import and_masks, create_mask, mod_arity, mod_name, noop_mask, or_masks
+from .masks import and_masks, create_mask, mod_arity, mod_name, noop_mask, or_masks  # noqa: F401
 from .mods import Mods, trace, window_of
 from .block_mask import LISTS, BlockMask, create_block_mask
 from .routing import pose_call

@@ -69,7 +69,7 @@ class AttentionProblem:
     dropout_p: float = 0.0  # share of weights dropped
     seed: Tensor | None = None  # (2,) int64 [seed, offset] of the dropout bits
     origin: tuple[int, int, int, int] = (0, 0, 0, 0)  # (b, h, i, j) of its first weight where dropout and mods count
-    mods: "Mods | None" = None  # what a user's functions do to scores, and which they let be seen: page 03
+    mods: object | None = None  # `Mods`: what a user's functions do to scores, and which they let be seen: page 03
 
     @property
     def sizes(self) -> tuple[int, ...]:  # (B, H, Hkv, L, S, E, Ev)

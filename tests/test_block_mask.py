@@ -416,7 +416,8 @@ def test_lists_without_values_print():
     assert "sparsity unknown" in str(mask) and "sparsity unknown" in repr(mask)
 
 
-@pytest.mark.parametrize("wrong, error, words", ((dict(seq_lengths=3), TypeError, "seq_lengths must be a pair"), (dict(seq_lengths=(20,)), ValueError, "pair"),
+@pytest.mark.parametrize("wrong, error, words", ((dict(seq_lengths=3), TypeError, "seq_lengths must be a pair"),
+    (dict(seq_lengths=(20,)), ValueError, "pair"),
     (dict(compute_q_blocks=3), TypeError, "compute_q_blocks")))
 def test_words_for_wrong_lists(wrong, error, words):
     with pytest.raises(error, match=words):

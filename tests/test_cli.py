@@ -36,7 +36,8 @@ def test_verify_writes_its_reports(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "" and "no failure of math, tiled" in done.stdout
     report, page = json.loads((tmp_path / "out/a.json").read_text()), (tmp_path / "out/a.html").read_text()
-    assert {c["name"]: c["decides"] for c in report["columns"]} == {"math": True, "tiled": True, "torch math": False, "torch flash": False}
+    decides = {"math": True, "tiled": True, "torch math": False, "torch flash": False, "torch flex": False}
+    assert {c["name"]: c["decides"] for c in report["columns"]} == decides
     assert report["failures"] == 0 and any(r["status"] == "fail" for r in report["records"])  # PyTorch's, which decide nothing
     assert "where others differ" in done.stdout.lower() and "</html>" in page
 
@@ -72,7 +73,7 @@ def test_lists():
 
 
 @pytest.mark.parametrize("wrong, words", [
-    (["--case", "nothing"], "--list names them"), (["--suite", "speed"], "'contract', 'onnx', 'faults'"), (["--engine", "fast"], "'math', 'tiled'"),
+    (["--case", "nothing"], "--list names them"), (["--suite", "speed"], "'contract', 'catalogue', 'onnx', 'faults'"), (["--engine", "fast"], "'math', 'tiled'"),
     (["--impl", "no_colon", "--case", "R3/*"], "module:function"), (["--impl", "json:nothing", "--case", "R3/*"], "nothing"),
     (["--engine", "flash"], "set TRITON_INTERPRET=1"), (["--engine", "cudnn"], "CUDA"), (["--device", "nowhere"], "nowhere"),
     (["--impl", "nowhere.py:f", "--case", "R3/*"], "nowhere.py"), (["--impl", "json:__name__", "--case", "R3/*"], "callable"),

@@ -42,9 +42,11 @@ def words(op, x, y, dtype, out=None, kind="score_mod", args="x0, x1"):
 
 
 FLOAT_WORDS = {"two": ["add", "sub", "mul", "div", "floor_div", "remainder", "trunc_div", "fmod", "minimum", "maximum", "pow"],
-    "one": ["neg", "abs", "sign", "floor", "ceil", "round", "trunc", "exp", "exp2", "log", "log2", "log1p", "expm1", "tanh", "sigmoid", "sqrt", "rsqrt",
+    "one": ["neg", "abs", "sign", "floor", "ceil", "round", "trunc", "exp", "exp2", "log", "log2", "log1p", "expm1", "tanh", "sigmoid", "sqrt",
+        "rsqrt",
         "reciprocal", "sin", "cos", "erf", "square"], "truth": ["isnan", "isinf"]}
-WHOLE_WORDS = {"two": ["add", "sub", "mul", "floor_div", "remainder", "trunc_div", "fmod", "minimum", "maximum", "and", "or", "xor", "lshift", "rshift", "pow"],
+WHOLE_WORDS = {"two": ["add", "sub", "mul", "floor_div", "remainder", "trunc_div", "fmod", "minimum", "maximum", "and", "or", "xor", "lshift",
+    "rshift", "pow"],
     "one": ["neg", "abs", "sign", "square", "not"]}
 COMPARE = ["lt", "le", "gt", "ge", "eq", "ne"]
 
@@ -95,7 +97,8 @@ def test_whole_words(op, dtype):
     if op in ("lshift", "rshift"): y = x[(x >= 0) & (x < 8)] if dtype in ("i16", "i8", "u8") else x[x.abs() < 70]
     if dtype == "u8" and op in ("lshift", "rshift"): y = y[:5]
     got, want = both(words(op, x, y, dtype, args="x0" if op in WHOLE_WORDS["one"] else "x0, x1"), (x, y), len(x), len(y))
-    assert torch.equal(got, want), [(a.item(), b.item(), g.item(), w.item()) for (a, b), g, w in zip(itertools.product(x, y), got.flatten(), want.flatten()) if g != w][:8]
+    assert torch.equal(got, want), [(a.item(), b.item(), g.item(), w.item())
+        for (a, b), g, w in zip(itertools.product(x, y), got.flatten(), want.flatten()) if g != w][:8]
 
 
 @pytest.mark.parametrize("old", ["f32", "f64", "i64", "i32", "i16", "i8", "u8", "bool"])
@@ -113,15 +116,18 @@ def test_the_vocabulary_is_covered():
     assert tried == VOCABULARY
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8,
+    torch.bool])
 @pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])
 def test_captured_tensors(rank, dtype):
     "Any rank, any type, any layout."
     torch.manual_seed(rank)
     t = (torch.randn((6, 5, 4, 7)[:rank]) * 3).to(dtype)
     layouts = [t, t.mT.contiguous().mT if rank > 1 else t, torch.stack([t, t], -1)[..., 1], t[:1].expand(t.shape) if rank else t]
-    reads = {0: lambda t: lambda s, b, h, i, j: s + t, 1: lambda t: lambda s, b, h, i, j: s + t[i % 6], 2: lambda t: lambda s, b, h, i, j: s + t[i % 6, j % 5],
-        3: lambda t: lambda s, b, h, i, j: s + t[-1, h, j % 4] * t[b, (i - j) % 5, 3], 4: lambda t: lambda s, b, h, i, j: s * t[b, h, i % 4 - 4, j % 7]}
+    reads = {0: lambda t: lambda s, b, h, i, j: s + t, 1: lambda t: lambda s, b, h, i, j: s + t[i % 6],
+        2: lambda t: lambda s, b, h, i, j: s + t[i % 6, j % 5],
+        3: lambda t: lambda s, b, h, i, j: s + t[-1, h, j % 4] * t[b, (i - j) % 5, 3],
+        4: lambda t: lambda s, b, h, i, j: s * t[b, h, i % 4 - 4, j % 7]}
     s = torch.randn(20, 17, device=DEVICE)
     for x in layouts:
         graph, captured = trace(reads[rank](x.to(DEVICE)), device=DEVICE)
@@ -170,10 +176,13 @@ def test_large_integers():
 
 def test_ranges_hold():
     "What an operation on integers gives lies in the range foretold."
-    rng, torches = random.Random(0), {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "floor_div": lambda a, b: a // b,
+    rng, torches = random.Random(0), {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+        "floor_div": lambda a, b: a // b,
         "remainder": lambda a, b: a % b, "trunc_div": lambda a, b: int(a / b), "fmod": lambda a, b: int(math.fmod(a, b)), "and": lambda a, b: a & b,
-        "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "minimum": min, "maximum": max, "lshift": lambda a, b: a << b, "rshift": lambda a, b: a >> b,
-        "neg": lambda a, b: -a, "abs": lambda a, b: abs(a), "square": lambda a, b: a * a, "not": lambda a, b: ~a, "sign": lambda a, b: (a > 0) - (a < 0)}
+        "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "minimum": min, "maximum": max, "lshift": lambda a, b: a << b,
+        "rshift": lambda a, b: a >> b,
+        "neg": lambda a, b: -a, "abs": lambda a, b: abs(a), "square": lambda a, b: a * a, "not": lambda a, b: ~a,
+        "sign": lambda a, b: (a > 0) - (a < 0)}
     for op, f in torches.items():
         for _ in range(200):
             a, b = (sorted(rng.choice([0, 1, -1, rng.randint(-30, 30), rng.randint(-30, 30)]) for _ in range(2)) for _ in range(2))
@@ -197,8 +206,10 @@ def random_graph(rng, kind="score_mod"):
     for _ in range(rng.randint(3, 9)):
         kind_of = rng.random()
         if kind_of < 0.35: emit("f32", f"{pick(['add', 'sub', 'mul', 'minimum', 'maximum'])}({pick(floats)}, {some(floats, rng.uniform(-2, 2))})")
-        elif kind_of < 0.5: emit("f32", f"{pick(['tanh', 'neg', 'abs', 'sigmoid', 'square', 'sin', 'floor', 'round', 'trunc', 'erf'])}({pick(floats)})")
-        elif kind_of < 0.7: emit("i64", f"{pick(['add', 'sub', 'mul', 'minimum', 'maximum', 'and', 'xor'])}({pick(whole)}, {some(whole, rng.randint(-9, 9))})")
+        elif kind_of < 0.5: emit("f32",
+            f"{pick(['tanh', 'neg', 'abs', 'sigmoid', 'square', 'sin', 'floor', 'round', 'trunc', 'erf'])}({pick(floats)})")
+        elif kind_of < 0.7: emit("i64",
+            f"{pick(['add', 'sub', 'mul', 'minimum', 'maximum', 'and', 'xor'])}({pick(whole)}, {some(whole, rng.randint(-9, 9))})")
         elif kind_of < 0.8: emit("i64", f"{pick(['floor_div', 'remainder', 'trunc_div', 'fmod'])}({pick(whole)}, {rng.choice([-7, -3, 2, 5, 16])})")
         elif kind_of < 0.9: emit("bool", f"{pick(COMPARE)}({pick(whole)}, {some(whole, rng.randint(-3, 20))})")
         elif kind_of < 0.95: emit("f32", f"where({pick(truth)}, {pick(floats)}, {some(floats, rng.uniform(-2, 2))})")
@@ -219,13 +230,15 @@ def test_random_graphs(part):
         tensors = torch.randn(4), torch.randn(7, 4), torch.randint(-50, 50, (40,))
         got, want = both(graph, tensors, 17, 30, h=2, s=torch.randn(17, 30, device=DEVICE))
         if kind == "mask_mod": assert torch.equal(got, want), str(graph)
-        else: torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, msg=lambda m: f"{graph}\n{m}")
+        else: torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, msg=lambda m, graph=graph: f"{graph}\n{m}")
 
 
 DERIVED = {"slopes": lambda s, b, h, i, j: s + S1[h] * (j - i), "product": lambda s, b, h, i, j: s * S2[i, j % 5] * S1[h],
-    "scalar": lambda s, b, h, i, j: torch.tanh(s * S0) / (1 + S0 * S0), "hidden": lambda s, b, h, i, j: torch.where(i >= j, s + S1[(i - j) % 4], -INF),
+    "scalar": lambda s, b, h, i, j: torch.tanh(s * S0) / (1 + S0 * S0),
+    "hidden": lambda s, b, h, i, j: torch.where(i >= j, s + S1[(i - j) % 4], -INF),
     "nested": lambda s, b, h, i, j: s * S1[S3[i]] + S2[j, S3[i]], "clamped": lambda s, b, h, i, j: s.clamp(-1.0, 1.0) + (s * S1[h]).exp().log1p(),
-    "used twice": lambda s, b, h, i, j: s + S1[i % 4] * S1[j % 4], "half": lambda s, b, h, i, j: s * S4[h] + S4[i % 4] ** 2, "min": lambda s, b, h, i, j: torch.minimum(s, S2[j, 1])}
+    "used twice": lambda s, b, h, i, j: s + S1[i % 4] * S1[j % 4], "half": lambda s, b, h, i, j: s * S4[h] + S4[i % 4] ** 2,
+    "min": lambda s, b, h, i, j: torch.minimum(s, S2[j, 1])}
 torch.manual_seed(0)
 S0, S1, S2, S3 = (x.to(DEVICE) for x in (torch.tensor(0.7), torch.randn(4), torch.randn(20, 5), torch.tensor([0, 1, 2, 3, 0] * 4)))
 S4 = torch.randn(4).half().to(DEVICE)
@@ -291,7 +304,8 @@ def all_words(dtype):
     for op in kinds["two"] + kinds["one"]: lines.append(f"x{len(lines)}: {dtype} = {op}({'x0' if op in kinds['one'] else 'x0, x1'})")
     for n in range(3, len(lines)): lines.append(f"x{len(lines)}: {dtype} = add(x{n}, x{len(lines) - 1})")
     lines.append(f"x{len(lines)}: f32 = cast(x{len(lines) - 1})")
-    return parse("\n".join([f"score_mod(s: f32, b: i64, h: i64, i: i64, j: i64, t0: {dtype}[:], t1: {dtype}[:])", *lines, f"return x{len(lines) - 1}"]))
+    return parse("\n".join([f"score_mod(s: f32, b: i64, h: i64, i: i64, j: i64, t0: {dtype}[:], t1: {dtype}[:])", *lines,
+        f"return x{len(lines) - 1}"]))
 
 
 def compile_words():

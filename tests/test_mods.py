@@ -22,23 +22,29 @@ table, vector, number = torch.linspace(-1, 1, 36).view(6, 6), torch.linspace(0.5
 
 EXPRESSIONS = {  # a score_mod each
     "arithmetic": lambda s, b, h, i, j: (s + 2) * 3 - s / 4 + (1 - s) * -s + torch.add(s, i, alpha=2) - torch.sub(s, j, alpha=3),
-    "a number first": lambda s, b, h, i, j: s + 7 // (i + 1) + torch.div(7, i + 1, rounding_mode="trunc") + 2.5 % (s.abs() + 1) + 2.0 ** s + 3 / (j + 1) + 5 % (j + 1),
+    "a number first": lambda s, b, h, i, j: s + 7 // (i + 1) + torch.div(7, i + 1, rounding_mode="trunc") + 2.5 % (s.abs() + 1) + 2.0 ** s +
+    3 / (j + 1) + 5 % (j + 1),
     "integers": lambda s, b, h, i, j: s + (i - j) // 3 + (i - j) % 3 + (7 - i) % 4 + (j - i).abs() + torch.div(i - j, 2, rounding_mode="trunc"),
     "shifts and bits": lambda s, b, h, i, j: s + (i << 1) + (j >> 1) + (i & 3) + (j | 4) + (i ^ j) + ~i,
     "a divisor that may be zero": lambda s, b, h, i, j: s + (i + 3) // ((i - j).abs() + 1) + (s * 7) % torch.where(i == j, 2, i - j) + 5 // (i + 1),
     "true division": lambda s, b, h, i, j: s + i / (j + 1),
     "rounding": lambda s, b, h, i, j: s + s.floor() + s.ceil() + s.round() + s.trunc() + torch.sign(s),
     "powers": lambda s, b, h, i, j: s**2 + s.abs() ** 0.5 + s**3 + 2.0**s + s.abs().sqrt() + (s.abs() + 1).rsqrt() + torch.reciprocal(s.abs() + 1),
-    "exponentials": lambda s, b, h, i, j: s.exp() + torch.exp2(s) + torch.expm1(s) + (s.abs() + 1).log() + torch.log2(s.abs() + 1) + torch.log1p(s.abs()),
+    "exponentials": lambda s, b, h, i, j: s.exp() + torch.exp2(s) + torch.expm1(s) + (s.abs() + 1).log() + torch.log2(s.abs() + 1) +
+    torch.log1p(s.abs()),
     "logarithm to 10": lambda s, b, h, i, j: torch.log10(s.abs() + 1),
     "waves": lambda s, b, h, i, j: torch.sin(s) + torch.cos(s) + torch.tanh(s) + torch.sigmoid(s) + torch.erf(s) + s.square(),
     "choices": lambda s, b, h, i, j: torch.where(i >= j, s, -inf) + torch.where(s > 0, 1.0, -1.0),
-    "ends": lambda s, b, h, i, j: s.clamp(-0.5, 0.5) + s.clamp(min=0.1) + s.clamp(max=0.2) + torch.relu(s) + torch.minimum(s, vector[h]) + torch.maximum(s, number),
+    "ends": lambda s, b, h, i, j: s.clamp(-0.5, 0.5) + s.clamp(min=0.1) + s.clamp(max=0.2) + torch.relu(s) + torch.minimum(s, vector[h]) +
+    torch.maximum(s, number),
     "integer ends": lambda s, b, h, i, j: s + (i - j).clamp(-2, 2) + torch.minimum(i, j) + torch.maximum(i, j + 1),
     "logic": lambda s, b, h, i, j: s.masked_fill(~((i >= j) & (j > 1) | (i == j) ^ (i != 3)), -inf) + torch.logical_and(i, j),
-    "remainders": lambda s, b, h, i, j: s * torch.div(s, 0.7, rounding_mode="floor") + torch.div(s, vector[h], rounding_mode="trunc") + s % 0.7 + torch.fmod(s, 0.7) + s % vector[h],
-    "kinds": lambda s, b, h, i, j: s + torch.isnan(s) + torch.isinf(s) * 2 + torch.isneginf(s) + (i > j).float() + i.to(torch.int32) + s.to(torch.float16),
-    "tables": lambda s, b, h, i, j: s * vector[j] + table[h, i] + table[i, j] + table[:, 0][j] + table[1][i] + table[..., 2][h] + table[2, 3] + vector[-1 - h],
+    "remainders": lambda s, b, h, i, j: s * torch.div(s, 0.7, rounding_mode="floor") + torch.div(s, vector[h], rounding_mode="trunc") + s % 0.7 +
+    torch.fmod(s, 0.7) + s % vector[h],
+    "kinds": lambda s, b, h, i, j: s + torch.isnan(s) + torch.isinf(s) * 2 + torch.isneginf(s) + (i > j).float() + i.to(torch.int32) +
+    s.to(torch.float16),
+    "tables": lambda s, b, h, i, j: s * vector[j] + table[h, i] + table[i, j] + table[:, 0][j] + table[1][i] + table[..., 2][h] + table[2, 3] +
+    vector[-1 - h],
     "tables of indices": lambda s, b, h, i, j: s + vector[torch.tensor([5, 4, 3, 2, 1, 0])[i]] + table[0, j],
     "relative": lambda s, b, h, i, j: s + table[h % 6, torch.clamp(j - i + 3, 0, 5)],
     "numbers": lambda s, b, h, i, j: s * number + torch.ones(1) * 2 + torch.tensor(3) + s.new_tensor(0.5) + torch.zeros_like(s) + s.new_full((), 2.0),
@@ -141,12 +147,12 @@ def test_a_captured_number_is_an_input_and_a_changed_closure_is_seen():
     by = 2.0
     second, _ = trace(f)
     assert first != second and str(second).count("2.0") == 1
-    graphs = {trace(lambda s, b, h, i, j, x=torch.tensor(float(n)): s * x)[0] for n in range(200)}
+    graphs = {trace(lambda s, b, h, i, j, x=x: s * x)[0] for x in map(torch.tensor, map(float, range(200)))}
     assert len(graphs) == 1
 
 
 def test_what_is_remembered_is_bounded():
-    for n in range(600): trace(lambda s, b, h, i, j: s + n)
+    for f in (lambda s, b, h, i, j, n=n: s + n for n in range(600)): trace(f)
     assert len(mods._KNOWN) <= 256
 
 

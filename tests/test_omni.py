@@ -151,7 +151,8 @@ def test_gradcheck():
     score_mod, learned = learned_mod()
     learned = [t.detach().double().requires_grad_() for t in learned]
     mask = create_block_mask(document_mask(torch.arange(9) // 4), None, None, 9, 9, device="cpu", BLOCK_SIZE=16)
-    def f(q, k, v, table, scale): return omni_attention(q, k, v, lambda s, b, h, i, j: s * scale + table[h, j - i + 39], mask, return_lse=True, enable_gqa=True)
+    def f(q, k, v, table, scale): return omni_attention(q, k, v, lambda s, b, h, i, j: s * scale + table[h, j - i + 39], mask, return_lse=True,
+        enable_gqa=True)
     inputs = *heads(1, 2, 1, 9, 9, 3, 4, dtype=torch.float64), *learned
     assert torch.autograd.gradcheck(f, inputs)
     with sdpa_kernel(SDPBackend.MATH): assert torch.autograd.gradcheck(f, inputs)
@@ -165,8 +166,10 @@ def test_types_and_what_is_returned(dtype):
     out = omni_attention(q, k, v, score_mod, enable_gqa=True)
     out2, lse = omni_attention(q, k, v, score_mod, enable_gqa=True, return_lse=True)
     out3, aux = omni_attention(q, k, v, score_mod, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True))
-    assert out.dtype == dtype and out.shape == (2, 4, 20, 6) and out.equal(out2) and torch.allclose(out, out3) and lse.dtype == aux.max_scores.dtype == state
-    assert torch.allclose(lse, aux.lse) and (aux.max_scores <= lse).all() and omni_attention(q, k, v, return_aux=AuxRequest(), enable_gqa=True)[1] == (None, None)
+    assert out.dtype == dtype and out.shape == (2, 4, 20, 6) and out.equal(out2) and torch.allclose(out, out3)
+    assert lse.dtype == aux.max_scores.dtype == state
+    assert torch.allclose(lse, aux.lse) and (aux.max_scores <= lse).all()
+    assert omni_attention(q, k, v, return_aux=AuxRequest(), enable_gqa=True)[1] == (None, None)
     grads = torch.autograd.grad(out.sum() + lse.sum().to(dtype), (q, k, v, *learned))
     assert all(g.dtype == x.dtype and g.shape == x.shape for g, x in zip(grads, (q, k, v, *learned)))
 
@@ -183,7 +186,9 @@ def test_without_functions_it_is_attention():
 def test_lengths_at_the_edge(L, S):
     q, k, v = heads(1, 2, 2, L, S)
     mask = create_block_mask(causal_mask(S - L), None, None, L, S, device="cpu")
-    score_mod, learned = (lambda s, b, h, i, j: s * w[h]), [w := torch.ones(2, requires_grad=True)]
+    w = torch.ones(2, requires_grad=True)
+    def score_mod(s, b, h, i, j): return s * w[h]
+
     out, lse = omni_attention(q, k, v, score_mod, mask, return_lse=True)
     want = scaled_dot_product_attention(q, k, v, is_causal=True, alignment="lower_right")
     assert out.shape == (1, 2, L, 8) and torch.allclose(out, want, atol=1e-6) and (S > 0 or lse.eq(-torch.inf).all())
@@ -220,7 +225,8 @@ def test_lists_are_honoured_and_a_window_needs_none():
         lists = BlockMask.from_kv_blocks(number, which, BLOCK_SIZE=16, **part)
         torch.testing.assert_close(omni_attention(q, k, v, block_mask=lists), scaled_dot_product_attention(q, k, v, lists.to_mask()))
     made = create_block_mask(causal_mask(), None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
-    given = BlockMask.from_kv_blocks(*(getattr(made, n) for n in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")), 16, causal_mask())
+    given = BlockMask.from_kv_blocks(*(getattr(made, n) for n in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")), 16,
+        causal_mask())
     assert posed(q, k, v, None, made).mods is None and posed(q, k, v, None, given).mods is not None
     torch.testing.assert_close(omni_attention(q, k, v, block_mask=made), omni_attention(q, k, v, block_mask=given))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tensorplay_attn.bounds import judge_backward, judge_forward
+from tensorplay_attn.engines import ENGINES
 from tensorplay_attn.kernels import launch as launching
 from tensorplay_attn.kernels import omni_backward as backward
 from tensorplay_attn.kernels.decode import decode_lists_forward, decode_lists_reasons, plan_lists
@@ -25,12 +26,14 @@ RELATIVE, PAIR, HALF = (x.to(DEVICE) for x in (torch.randn(4, 601), torch.randn(
 IDS = torch.tensor([0] * 20 + [1] * 33 + [2] * 247, device=DEVICE)
 HIDDEN = torch.tensor([[0, 1, 0, 0], [0, 0, 1, 0]], device=DEVICE)
 
-SCORES = {"none": None, "alibi": lambda s, b, h, i, j: s + SLOPES[h] * (j - i) / 8, "relative": lambda s, b, h, i, j: s * SCALAR + RELATIVE[h, i - j + 300],
+SCORES = {"none": None, "alibi": lambda s, b, h, i, j: s + SLOPES[h] * (j - i) / 8,
+    "relative": lambda s, b, h, i, j: s * SCALAR + RELATIVE[h, i - j + 300],
     "softcap": lambda s, b, h, i, j: torch.tanh(s / 3) * 3, "lines": lambda s, b, h, i, j: s * ROWS[i] + COLS[b, j] * SCALAR,
     "hides": lambda s, b, h, i, j: torch.where((i + j) % 3 > 0, s + HALF[h, i % 3, (j // 2) % 2], -INF),
     "pairs": lambda s, b, h, i, j: s + PAIR[i, j] * PAIR[-1, h]}
 MASKS = {"none": None, "causal": lambda b, h, i, j: i >= j, "documents": lambda b, h, i, j: (IDS[i] == IDS[j]) & (i >= j),
-    "window": lambda b, h, i, j: (i - j).abs() <= 9, "by head": lambda b, h, i, j: (HIDDEN[b, h] == 0) & (j % (h + 2) < 2), "prefix": lambda b, h, i, j: (j < 24) | (i >= j),
+    "window": lambda b, h, i, j: (i - j).abs() <= 9, "by head": lambda b, h, i, j: (HIDDEN[b, h] == 0) & (j % (h + 2) < 2),
+    "prefix": lambda b, h, i, j: (j < 24) | (i >= j),
     "nothing": lambda b, h, i, j: (i < 40) & (i > j + 300)}
 
 
@@ -129,7 +132,8 @@ def test_knobs(name):
 
 
 @pytest.mark.parametrize("E,Ev,H,Hkv", [(1, 1, 2, 1), (80, 64, 2, 2), (128, 16, 3, 1), (256, 256, 1, 1), (16, 40, 4, 2)])
-def test_heads(E, Ev, H, Hkv): judge(*example(40, 50, lambda s, b, h, i, j: s + RELATIVE[h % 4, i - j + 300], "causal", (32, 32), E=E, Ev=Ev, H=H, Hkv=Hkv, B=1))
+def test_heads(E, Ev, H, Hkv): judge(*example(40, 50, lambda s, b, h, i, j: s + RELATIVE[h % 4, i - j + 300], "causal", (32, 32), E=E, Ev=Ev, H=H,
+    Hkv=Hkv, B=1))
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)])
@@ -277,7 +281,7 @@ def test_captured_layouts():
     layouts = [wide[..., 1], RELATIVE.mT.contiguous().mT, RELATIVE[:1].expand(4, -1)]
     for t in layouts:
         t = t.detach()
-        problem, do, d_lse = example(33, 40, lambda s, b, h, i, j: s + t[h, i - j + 300], "causal", (16, 16))
+        problem, do, d_lse = example(33, 40, lambda s, b, h, i, j, t=t: s + t[h, i - j + 300], "causal", (16, 16))
         judge(problem, do, d_lse)
     whole, empty = torch.tensor(3, device=DEVICE), torch.randn(0, device=DEVICE)
     judge(*example(33, 40, lambda s, b, h, i, j: s * whole, "causal", (16, 16)))
@@ -294,7 +298,7 @@ def test_many_small_launches_are_one(monkeypatch):
 def test_random_problems():
     for seed in range(14):
         rng = random.Random(seed)
-        size = lambda: rng.choice([1, 2, 15, 16, 17, 31, 64, 65, rng.randint(1, 128)])
+        size = lambda rng=rng: rng.choice([1, 2, 15, 16, 17, 31, 64, 65, rng.randint(1, 128)])
         knobs = {}
         if rng.random() < 0.3: knobs["sinks"] = torch.randn(2)
         if rng.random() < 0.3: knobs["softcap"] = rng.choice([1.0, 20.0])
@@ -304,11 +308,14 @@ def test_random_problems():
             E=rng.choice([8, 16, 33]), Ev=rng.choice([8, 16, 24]), start=seed, **knobs), config=rng.choice([SMALL, Config(32, 64, 4, 1)]))
 
 
-DECODE = {"shared lists": ("alibi", lambda b, h, i, j: (j % 7 < 4) | (j > 500), (16, 64), dict(L=2)), "no lists": ("relative", "causal", None, dict(L=3)),
+DECODE = {"shared lists": ("alibi", lambda b, h, i, j: (j % 7 < 4) | (j > 500), (16, 64), dict(L=2)),
+    "no lists": ("relative", "causal", None, dict(L=3)),
     "lists by head": ("alibi", lambda b, h, i, j: j % (h + 2) < 2, (16, 32), dict(L=2, B=2)), "many rows": ("lines", "window", (16, 64), dict(L=40)),
-    "one chunk": ("softcap", "prefix", (16, 64), dict(L=2, S=100)), "sinks, softcap": ("alibi", "documents", (32, 128), dict(L=4, softcap=2.0, sinks=torch.tensor([0.5, -1.0]))),
+    "one chunk": ("softcap", "prefix", (16, 64), dict(L=2, S=100)),
+    "sinks, softcap": ("alibi", "documents", (32, 128), dict(L=4, softcap=2.0, sinks=torch.tensor([0.5, -1.0]))),
     "lengths, lower right": ("alibi", None, None, dict(L=2, kv_lengths=torch.tensor([261]), alignment="lower_right", is_causal=True)),
-    "dropout": ("alibi", "prefix", (16, 64), dict(L=2, dropout_p=0.4, seed=torch.tensor([3, 4]))), "nothing seen": ("alibi", lambda b, h, i, j: j < 0, (16, 64), dict(L=2)),
+    "dropout": ("alibi", "prefix", (16, 64), dict(L=2, dropout_p=0.4, seed=torch.tensor([3, 4]))),
+    "nothing seen": ("alibi", lambda b, h, i, j: j < 0, (16, 64), dict(L=2)),
     "no keys": (None, None, None, dict(L=2, S=0)), "hides": ("hides", lambda b, h, i, j: j > 150, (16, 64), dict(L=3))}
 
 
@@ -339,6 +346,24 @@ def test_plans_of_few_queries():
     assert plan(example(2, 600, "alibi", "causal", (16, 64))[0]).pack == 2 and plan(example(2, 600, None, None, None)[0]).chunks == 3
     assert plan(example(2, 600, "alibi", "by head", (16, 64), B=2)[0]).pack == 1 and plan(example(40, 600, "alibi", "causal", (16, 64))[0]).pack == 1
     assert "128" in decode_lists_reasons(example(80, 20, "alibi", "causal", None)[0])[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"BACKEND": "TRITON"}, {"BACKEND": "TRITON_DECODE"}, {"fwd_BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 8},
+    {"bwd_BLOCK_N1": 16, "BLOCK_M2": 32, "bwd_num_stages": 2}], ids=str)
+@pytest.mark.parametrize("L", (2, 33))
+def test_options_reach_the_kernels(L, options, monkeypatch):
+    "Which kernels the engine starts, in which tiles; the answer is right whatever they are."
+    if DEVICE == "cpu": monkeypatch.setenv("TRITON_INTERPRET", "1")
+    problem, do, d_lse = example(L, 290, "relative", "causal", (32, 64), dtype=torch.float32)
+    problem = replace(problem, mods=replace(problem.mods, options=tuple(options.items())))
+    assert ENGINES["omni"].reasons(problem) == []
+    with recorded("sm_90") as calls: ENGINES["omni"].forward(problem)
+    few = options.get("BACKEND") == "TRITON_DECODE" or (L == 2 and options.get("BACKEND") != "TRITON")
+    assert calls[0].kernel.__name__ == ("_decode_listed" if few else "_omni_fwd")
+    if "BLOCK_N" in options: assert [calls[0].constants[n] for n in ("BLOCK_N", "num_warps")] == [16, 8]
+    out, lse, top = ENGINES["omni"].forward(problem, True)
+    assert all(judge_forward(problem, out, lse, top).values())
+    assert all(judge_backward(problem, ENGINES["omni"].backward(problem, out, lse, do, d_lse), do, d_lse).values())
 
 
 def test_plans_stay_within_limits():

@@ -303,7 +303,8 @@ def attend_listed(q, k, v, b, h, h_kv, i, p, h_list, row, full, part, begin, end
     if full is not None:
         m, l, acc = omni_range(m, l, acc, q, k, v, b, h, h_kv, i, p, h_list, row, full, begin, tl.minimum(end, whole), 0, S, last, L, n, rule, user,
             score_mod, mask_mod, False, EDGE, CAREFUL, BLOCK, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
-    return omni_range(m, l, acc, q, k, v, b, h, h_kv, i, p, h_list, row, part, tl.maximum(begin - whole, 0), end - whole, 0, S, last, L, n, rule, user,
+    return omni_range(m, l, acc, q, k, v, b, h, h_kv, i, p, h_list, row, part, tl.maximum(begin - whole, 0), end - whole, 0, S, last, L, n, rule,
+        user,
         score_mod, mask_mod, True, EDGE, CAREFUL, BLOCK, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
 
 # %% ../../nbs/29_decode.ipynb #25ebd920
@@ -318,7 +319,8 @@ def conclude_in_e(out, lse, top, rule, b, h, i, live, m, l, acc, H, L, EV: tl.co
     if top is not None: tl.store(top + at, m, mask=live)
 
 @triton.jit(do_not_specialize=["splits"])
-def _decode_listed(first, q, k, v, out, lse, top, states, rule, user, full, part, H, G, L, S, rows, tiles, splits, most, last, score_mod: tl.constexpr,
+def _decode_listed(first, q, k, v, out, lse, top, states, rule, user, full, part, H, G, L, S, rows, tiles, splits, most, last,
+    score_mod: tl.constexpr,
                    mask_mod: tl.constexpr, EDGE: tl.constexpr, PACK: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
                    DIRECT: tl.constexpr, E: tl.constexpr, EV: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr):
@@ -383,11 +385,15 @@ def decode_lists_forward(
     top, states, rule = fresh(q, (B, H, L), torch.float32) if need_max else None, None, rule_in_e(problem)
     groups, same = B * (H // plan.pack), dict(PACK=plan.pack, OWN=own, BLOCK=size, CHUNK=plan.chunk)
     if plan.chunks > 1: states = States(*(view(fresh(q, (groups, plan.chunks, plan.rows, n), torch.float32)) for n in (1, 1, Ev)))
-    launch(_decode_listed, plan.programs, q.device, view(q), view(problem.k), view(problem.v), view(out), lse, top, states, rule, user_of(problem), full, part,
-        H, max(problem.G, 1), L, S, plan.rows, plan.tiles, plan.splits, plan.most, last_block(S, size), score_mod=lower(mods.score), mask_mod=lower(mods.mask),
-        EDGE=is_edged(problem, S, size or plan.block_n), DIRECT=states is None, **same, **constants(c._replace(block_m=plan.block_m, block_n=plan.block_n), E, Ev))
+    launch(_decode_listed, plan.programs, q.device, view(q), view(problem.k), view(problem.v), view(out), lse, top, states, rule, user_of(problem),
+        full, part,
+        H, max(problem.G, 1), L, S, plan.rows, plan.tiles, plan.splits, plan.most, last_block(S, size), score_mod=lower(mods.score),
+        mask_mod=lower(mods.mask),
+        EDGE=is_edged(problem, S, size or plan.block_n), DIRECT=states is None, **same,
+        **constants(c._replace(block_m=plan.block_m, block_n=plan.block_n), E, Ev))
     if states is None: return out, lse, top
     c = pick("decode_merge", problem, None)
-    launch(_merge_listed, groups * plan.rows, q.device, states, view(out), lse, top, rule, full, part, H, L, S, plan.rows, plan.most, TILE=plan.block_n,
+    launch(_merge_listed, groups * plan.rows, q.device, states, view(out), lse, top, rule, full, part, H, L, S, plan.rows, plan.most,
+        TILE=plan.block_n,
         EV=Ev, BLOCK_EV=block(Ev), BLOCK_C=c.block_n, BLOCK_M=plan.block_m, **same, num_warps=c.num_warps, num_stages=c.num_stages)
     return out, lse, top

@@ -261,13 +261,16 @@ def span_of(op: str, *ranges: tuple[int, int]) -> tuple[int, int] | None:  # Non
 
 # %% ../../nbs/26_lowering.ipynb #d12d1f03
 TYPES = {"f64": "tl.float64", "f32": "tl.float32", "f16": "tl.float32", "bf16": "tl.float32", "bool": "tl.int1"}
-_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^"}
+_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
+    "xor": "^"}
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
-_FLOATS = {"div": "divide", "floor_div": "divide_down", "trunc_div": "divide_cut", "remainder": "modulus_down", "fmod": "modulus", "pow": "power_of", "minimum": "smaller",
+_FLOATS = {"div": "divide", "floor_div": "divide_down", "trunc_div": "divide_cut", "remainder": "modulus_down", "fmod": "modulus",
+    "pow": "power_of", "minimum": "smaller",
     "maximum": "larger", "abs": "tl.abs", "sign": "sign", "floor": "tl.floor", "ceil": "tl.ceil", "round": "round_down_up", "trunc": "cut",
     "exp": "tl.exp", "exp2": "tl.exp2", "log": "tl.log", "log2": "tl.log2", "log1p": "log1p", "expm1": "expm1", "tanh": "hyperbolic",
     "sigmoid": "sigmoid", "sqrt": "square_root", "rsqrt": "tl.rsqrt", "sin": "tl.sin", "cos": "tl.cos", "erf": "tl.erf"}
-_WORDS = {"address", "cut", "divide", "divide_cut", "divide_down", "expm1", "floor_div", "hyperbolic", "integer_power", "larger", "left_shift", "log1p", "modulus",
+_WORDS = {"address", "cut", "divide", "divide_cut", "divide_down", "expm1", "floor_div", "hyperbolic", "integer_power", "larger", "left_shift",
+    "log1p", "modulus",
     "modulus_down", "power_of", "read", "remainder", "right_shift", "round_down_up", "sigmoid", "sign", "smaller", "spread", "square_root"}
 
 def _number(x) -> str:  # a constant's text
@@ -325,7 +328,8 @@ class Writer:
         if n.dtype == "bool": return f"{self.name(x)} != 0"
         if n.dtype in TYPES: return self.value(x, TYPES[n.dtype])
         if old not in ("f64", "f32", "f16", "bf16"):
-            return self.kept(n, self.value(x, self.store(x) if old != "bool" else "tl.int32"), (0, 1) if old == "bool" else self.ranges[x], x in self.wide)
+            return self.kept(n, self.value(x, self.store(x) if old != "bool" else "tl.int32"), (0, 1) if old == "bool" else self.ranges[x],
+                x in self.wide)
         return self.kept(n, f"{self.name(x)}.to({'tl.int64' if n.dtype == 'i64' else 'tl.int32'})", None, n.dtype == "i64")
 
     def compare(self, n) -> str:
@@ -357,14 +361,16 @@ class Writer:
         return {"neg": f"-{a}", "square": f"{a} * {a}", "reciprocal": f"divide(tl.full([], 1.0, {store}), {a})"}[n.op]
 
     def integer(self, n) -> str:
-        if n.op == "full": return self.kept(n, self.value(n.args[0], "tl.int32" if fits(self.range(n.args[0])) else "tl.int64", True), self.range(n.args[0]),
+        if n.op == "full": return self.kept(n, self.value(n.args[0], "tl.int32" if fits(self.range(n.args[0])) else "tl.int64", True),
+            self.range(n.args[0]),
             not fits(self.range(n.args[0])))
         args = n.args[1:] if n.op == "where" else n.args
         ranges = [*map(self.range, args)]
         span = (min(a for a, _ in ranges), max(b for _, b in ranges)) if n.op == "where" else span_of(n.op, *ranges)
         store = self.common(args)
         if n.dtype == "i64" and (span is None or not fits(span)): store = "tl.int64"
-        text = self.whole(n, [self.value(x, store) for x in args], [self.value(x, store, True) for x in args], ranges, 64 if store == "tl.int64" else 32)
+        text = self.whole(n, [self.value(x, store) for x in args], [self.value(x, store, True) for x in args], ranges,
+            64 if store == "tl.int64" else 32)
         return self.kept(n, text, span, store == "tl.int64")
 
     def whole(self, n, args: list[str], tensors: list[str], ranges, bits: int) -> str:
@@ -381,7 +387,8 @@ class Writer:
         if n.op in _OPERATORS: return f"{a} {_OPERATORS[n.op]} {b}"
         if n.op in ("floor", "ceil", "round", "trunc"): return a
         return {"neg": f"-{a}", "not": f"~{a}", "square": f"{a} * {a}", "abs": f"tl.abs({both})", "sign": f"sign({both})",
-            "floor_div": f"floor_div({both})", "remainder": f"remainder({both})", "minimum": f"tl.minimum({both})", "maximum": f"tl.maximum({both})"}[n.op]
+            "floor_div": f"floor_div({both})", "remainder": f"remainder({both})", "minimum": f"tl.minimum({both})",
+            "maximum": f"tl.maximum({both})"}[n.op]
 
     def output(self, at: int, like: str | None) -> str:
         "An output's text; like: at the shape of this tile."
@@ -487,7 +494,8 @@ def _site(back, at):
 
 # %% ../../nbs/26_lowering.ipynb #dbb7fc3e
 @triton.jit
-def _evaluate(first, out, scores, grads, tables, b, h, L, S, function: tl.constexpr, KIND: tl.constexpr, UPRIGHT: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def _evaluate(first, out, scores, grads, tables, b, h, L, S, function: tl.constexpr, KIND: tl.constexpr, UPRIGHT: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr):
     i = (tl.arange(0, M)[:, None] if UPRIGHT else tl.arange(0, M)[None, :])
     j = (tl.arange(0, N)[None, :] if UPRIGHT else tl.arange(0, N)[:, None])
     keep = (i < L) & (j < S)

@@ -155,13 +155,16 @@ def _omni_bwd_dkdv(first, q, k, v, do, lse, delta, dk, dv, rule, user, full, par
     j, row = start_n + tl.arange(0, BLOCK_N), start_n // OWN
     n, shift = entry(rule, b, S)
     live = j < n
-    start, _, _, stop = ranges(start_n - shift, tl.minimum(start_n + BLOCK_N, n) - 1 - shift, tl.where(start_n < n, L, 0), rule.right, rule.left, BLOCK_M)
+    start, _, _, stop = ranges(start_n - shift, tl.minimum(start_n + BLOCK_N, n) - 1 - shift, tl.where(start_n < n, L, 0), rule.right, rule.left,
+        BLOCK_M)
     k_tile, v_tile = load_rows(k, b, h_kv, j, live, E, BLOCK_E), load_rows(v, b, h_kv, j, live, EV, BLOCK_EV)
-    dk_tile, dv_tile = _dkdv_sum(k_tile, v_tile, q, do, lse, delta, b, h_kv, H, G, start_n, j, shift, row, full, part, start, stop, last, L, n, rule, user,
+    dk_tile, dv_tile = _dkdv_sum(k_tile, v_tile, q, do, lse, delta, b, h_kv, H, G, start_n, j, shift, row, full, part, start, stop, last, L, n,
+        rule, user,
         score_mod, mask_mod, score_grad, EDGE, False, BLOCK, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
     dk_tile, dv_tile = tl.where(live[:, None], dk_tile, 0.0), tl.where(live[:, None], dv_tile, 0.0)
     if is_odd(dk_tile) | is_odd(dv_tile):
-        dk_tile, dv_tile = _dkdv_sum(k_tile, v_tile, q, do, lse, delta, b, h_kv, H, G, start_n, j, shift, row, full, part, start, stop, last, L, n, rule, user,
+        dk_tile, dv_tile = _dkdv_sum(k_tile, v_tile, q, do, lse, delta, b, h_kv, H, G, start_n, j, shift, row, full, part, start, stop, last, L, n,
+            rule, user,
             score_mod, mask_mod, score_grad, True, True, BLOCK, E, EV, 16, BLOCK_N, BLOCK_E, BLOCK_EV)
     live = j < S
     store_rows(dk, b, h_kv, j, live, dk_tile * rule.scale, E, BLOCK_E)
@@ -170,7 +173,8 @@ def _omni_bwd_dkdv(first, q, k, v, do, lse, delta, dk, dv, rule, user, full, par
 # %% ../../nbs/28_omni_backward.ipynb #9d908913
 @triton.jit
 def omni_site_range(acc, value, where, at0, q, do, lse, delta, k, v, b, h, h_kv, i, p, row, lists, start, stop, last, L, S, n, rule, user,
-                    score_mod: tl.constexpr, mask_mod: tl.constexpr, site_grad: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTIAL: tl.constexpr,
+                    score_mod: tl.constexpr, mask_mod: tl.constexpr, site_grad: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+                    PARTIAL: tl.constexpr,
                     BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr):
     "What the keys of a walk give to a place where a tensor is read: stored key by key if its address moves along keys (COLS), else added to acc."
@@ -211,9 +215,11 @@ def _omni_bwd_tensors(first, q, k, v, do, lse, delta, value, where, begin, rule,
     at0 = (first + tl.program_id(0)).to(tl.int64) * ((BLOCK_M if ROWS else 1) * (S if COLS else 1))
     acc = tl.zeros([BLOCK_M if ROWS else 1, 1], tl.float32)
     if full is not None:
-        acc = omni_site_range(acc, value, where, at0, q_tile, do_tile, lse_i, delta_i, k, v, b, h, h // G, i, i + shift, row, full, start, stop, last, L, S, n,
+        acc = omni_site_range(acc, value, where, at0, q_tile, do_tile, lse_i, delta_i, k, v, b, h, h // G, i, i + shift, row, full, start, stop,
+            last, L, S, n,
             rule, user, score_mod, mask_mod, site_grad, ROWS, COLS, False, BLOCK, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
-    acc = omni_site_range(acc, value, where, at0, q_tile, do_tile, lse_i, delta_i, k, v, b, h, h // G, i, i + shift, row, part, start, stop, last, L, S, n,
+    acc = omni_site_range(acc, value, where, at0, q_tile, do_tile, lse_i, delta_i, k, v, b, h, h // G, i, i + shift, row, part, start, stop, last,
+        L, S, n,
         rule, user, score_mod, mask_mod, site_grad, ROWS, COLS, True, BLOCK, E, EV, BLOCK_M, BLOCK_N, BLOCK_E, BLOCK_EV)
     if not COLS: tl.store(value + at0 + tl.arange(0, BLOCK_M if ROWS else 1)[:, None], acc)
 

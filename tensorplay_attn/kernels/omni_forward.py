@@ -41,7 +41,8 @@ def walk(lists, b, h, row, start, stop, BLOCK: tl.constexpr, TILE: tl.constexpr)
     "The tiles of a row: where its list is, the stride of its entries, how many tiles. No list (BLOCK 0): all from start to stop."
     if BLOCK == 0: at, step, steps = start, start, (stop - start + TILE - 1) // TILE
     else:
-        n = tl.load(lists.count + (tl.cast(b, tl.int64) * lists.count_b + tl.cast(h, tl.int64) * lists.count_h + tl.cast(row, tl.int64) * lists.count_n))
+        n = tl.load(lists.count + (tl.cast(b, tl.int64) * lists.count_b + tl.cast(h, tl.int64) * lists.count_h +
+            tl.cast(row, tl.int64) * lists.count_n))
         at = lists.index + (tl.cast(b, tl.int64) * lists.index_b + tl.cast(h, tl.int64) * lists.index_h + tl.cast(row, tl.int64) * lists.index_n)
         step, steps = lists.index_e, tl.minimum(n, lists.most) * (BLOCK // TILE)
     return at, step, steps
@@ -81,7 +82,8 @@ def judged(s, b, h, i, j, p, L, n, rule, user, score_mod: tl.constexpr, mask_mod
 
 # %% ../../nbs/27_omni_forward.ipynb #9d15ad2b
 @triton.jit
-def omni_range(m, l, acc, q, k, v, b, h, h_kv, i, p, h_list, row, lists, begin, end, start, stop, last, L, n, rule, user, score_mod: tl.constexpr, mask_mod: tl.constexpr,
+def omni_range(m, l, acc, q, k, v, b, h, h_kv, i, p, h_list, row, lists, begin, end, start, stop, last, L, n, rule, user, score_mod: tl.constexpr,
+    mask_mod: tl.constexpr,
                PARTIAL: tl.constexpr, EDGE: tl.constexpr, CAREFUL: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, EV: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr):
     "Take tiles begin to end of a walk into a state; q is a tile of queries i at positions p, h_list has their list."

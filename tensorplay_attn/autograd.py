@@ -176,8 +176,11 @@ def _omni_backward(ctx, d_out, d_lse, *_):
 
 def _of_score(args, wanted): return wanted[:len(parse(args[0]).tensors)] if args[0] else []
 
-for _name, _rule in (("forward", _backward), ("omni_forward", _omni_backward)):
-    torch.library.register_autograd(f"tensorplay_attn::{_name}", _rule, setup_context=_setup_context, lib=_LIBRARY)
+def _no_second(ctx, *grads): raise RuntimeError("attention's derivatives are taken once: its backward has none")
+
+for _name, _rule, _setup in (("forward", _backward, _setup_context), ("omni_forward", _omni_backward, _setup_context),
+                             ("backward", _no_second, None), ("omni_backward", _no_second, None)):
+    torch.library.register_autograd(f"tensorplay_attn::{_name}", _rule, setup_context=_setup, lib=_LIBRARY)
 
 # %% ../nbs/33_autograd.ipynb #60c992b1
 _STARTS = {"forward": (2, 2), "omni_forward": (2, 2 + _PARTS), "backward": (6, 6), "omni_backward": (7, 7 + _PARTS)}  # of mods, of the problem
@@ -228,7 +231,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        if ctx.name.endswith("backward"): raise RuntimeError("attention's derivatives are taken once: its backward has none")
+        if ctx.name.endswith("backward"): _no_second(ctx)
         back = _omni_backward if ctx.name == "omni_forward" else _backward
         results = back(_Needs(ctx, tree_unflatten(ctx.needs_input_grad[2:], ctx.outer)), *grads)
         return None, None, *_broadcast_to_and_flatten(results, ctx.outer)

@@ -73,7 +73,8 @@ def test_lists():
 
 
 @pytest.mark.parametrize("wrong, words", [
-    (["--case", "nothing"], "--list names them"), (["--suite", "speed"], "'contract', 'catalogue', 'onnx', 'faults'"), (["--engine", "fast"], "'math', 'tiled'"),
+    (["--case", "nothing"], "--list names them"), (["--suite", "speed"], "'contract', 'catalogue', 'onnx', 'faults'"),
+    (["--engine", "fast"], "'math', 'tiled'"),
     (["--impl", "no_colon", "--case", "R3/*"], "module:function"), (["--impl", "json:nothing", "--case", "R3/*"], "nothing"),
     (["--engine", "flash"], "set TRITON_INTERPRET=1"), (["--engine", "cudnn"], "CUDA"), (["--device", "nowhere"], "nowhere"),
     (["--impl", "nowhere.py:f", "--case", "R3/*"], "nowhere.py"), (["--impl", "json:__name__", "--case", "R3/*"], "callable"),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from .problem import check_dropout, check_number
+from .bias import CausalBias, as_causal_bias
 from .dropout import new_seed
 from .routing import pose_call
 from .autograd import attend
@@ -38,7 +39,7 @@ def scaled_dot_product_attention(
     query: Tensor,  # (..., H, L, E) fp64, fp32, fp16 or bf16; rank 2 and up
     key: Tensor,  # (..., Hkv, S, E)
     value: Tensor,  # (..., Hkv, S, Ev)
-    attn_mask: Tensor | None = None,  # bool (True takes part) or floating (added), broadcastable to (..., H, L, S)
+    attn_mask: Tensor | CausalBias | None = None,  # bool (True takes part) or floating (added), broadcastable to (..., H, L, S); or a CausalBias
     dropout_p: float = 0.0,  # share of weights dropped, 0 to 1
     is_causal: bool = False,  # query i sees key j when j <= i (lower_right: i + S - L); with a mask: both hold
     scale: float | None = None,  # multiplies the scores; None: 1/sqrt(E)
@@ -61,7 +62,7 @@ def scaled_dot_product_attention(
     for name, asked in (return_aux or AuxRequest())._asdict().items():
         check_number(f"return_aux.{name}", asked, bool)
     check_dropout(dropout_p)
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value, attn_mask = _autocast(query, key, value, as_causal_bias(attn_mask))
     problem, batch = pose_call(query, key, value, attn_mask, enable_gqa, is_causal=is_causal, scale=scale,
         window_size=window_size, alignment=alignment, softcap=softcap, sinks=sinks)
     # last: a refused call draws nothing

@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['SDPA', 'PROBLEM', 'KERNEL', 'ATTEND', 'MASK', 'NODE', 'OMNI', 'BLOCKS', 'KV', 'DOORS', 'REFUSALS', 'TABLE', 'FOUR',
            'BACKENDS', 'SIZES', 'LARGE', 'short', 'STRANGE', 'LAYOUTS', 'floats', 'qkv', 'params', 'node', 'flat',
-           'Door', 'combine', 'permitting', 'blocks', 'lists', 'quietly', 'Refusal', 'refuse', 'nested', 'mod_of_three',
-           'mod_of_integers', 'mod_that_branches', 'mod_of_python', 'mod_of_wrong_shape', 'mod_out_of_range',
-           'mod_of_scores', 'mod_past_the_batch', 'mod_of_a_crowd', 'by_batch', 'by_head', 'score_of_six',
-           'score_of_python', 'score_that_branches', 'score_that_branches_on_an_index', 'score_of_a_number',
-           'score_of_a_whole_table', 'score_in_two_steps', 'score_by_softmax', 'score_less_its_sum', 'score_of_one',
-           'score_in_place', 'score_of_complex', 'Watch', 'state', 'Attempt', 'attempt', 'Row', 'check_refusal',
-           'check_refusals', 'shown', 'code', 'changed', 'refusal_table', 'Strange', 'Whole', 'Tagged', 'sized',
-           'at_the_end', 'contiguous', 'within', 'answer', 'alike', 'strange_outcome', 'tell_strange', 'run_strange',
-           'strange_table']
+           'Door', 'combine', 'permitting', 'blocks', 'lists', 'lower_right', 'registering', 'activating', 'quietly',
+           'Refusal', 'refuse', 'nested', 'mod_of_three', 'mod_of_integers', 'mod_that_branches', 'mod_of_python',
+           'mod_of_wrong_shape', 'mod_out_of_range', 'mod_of_scores', 'mod_past_the_batch', 'mod_of_a_crowd',
+           'by_batch', 'by_head', 'score_of_six', 'score_of_python', 'score_that_branches',
+           'score_that_branches_on_an_index', 'score_of_a_number', 'score_of_a_whole_table', 'score_in_two_steps',
+           'score_by_softmax', 'score_less_its_sum', 'score_of_one', 'score_in_place', 'score_of_complex', 'Watch',
+           'state', 'Attempt', 'attempt', 'Row', 'check_refusal', 'check_refusals', 'shown', 'code', 'changed',
+           'refusal_table', 'Strange', 'Whole', 'Tagged', 'sized', 'at_the_end', 'contiguous', 'within', 'answer',
+           'alike', 'strange_outcome', 'tell_strange', 'run_strange', 'strange_table']
 
 # %% ../../nbs/47_refusals.ipynb #ec640152
 import json
@@ -25,13 +25,18 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
+from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from .. import registry
 from ..problem import make_problem
+from ..bias import CausalBias, CausalVariant, causal_lower_right, causal_upper_left
+from ..registry import FlashHandle, activate_flash_attention_impl, flash_kernel, register_flash_attention_impl
+from ..registry import restore_flash_attention_impl
 from ..routing import SDPAParams, SDPBackend, can_use_cudnn_attention, can_use_efficient_attention, can_use_flash_attention
 from ..routing import explain_routing, sdpa_kernel
 from ..autograd import attend
@@ -87,6 +92,19 @@ def lists(**changes) -> dict:
     "Lists of two rows and two columns of blocks, with changes."
     return dict(kv_num_blocks=torch.tensor([[1, 2]]), kv_indices=torch.tensor([[[0, 1], [1, 0]]]), BLOCK_SIZE=16) | changes
 
+def lower_right(size): return causal_lower_right(*size)
+
+def registering(impl, register_fn):
+    "Register, and forget it again."
+    with patch.dict(registry._IMPLS): return register_flash_attention_impl(impl, register_fn=register_fn)
+
+def activating(impl, register_fn):
+    "Activate one of FA3, FA4 and a trial, and restore what was."
+    with patch.dict(registry._IMPLS, trial=register_fn):
+        handle = activate_flash_attention_impl(impl)
+        restore_flash_attention_impl()
+    return handle
+
 SDPA, PROBLEM, KERNEL, ATTEND, MASK, NODE = "scaled_dot_product_attention", "make_problem", "sdpa_kernel", "attend", "create_mask", "attention_node"
 OMNI, BLOCKS, KV = "omni_attention", "create_block_mask", "BlockMask.from_kv_blocks"
 DOORS: dict[str, Door] = {
@@ -97,6 +115,11 @@ DOORS: dict[str, Door] = {
     "SDPAParams": Door(SDPAParams, lambda: params()._asdict()),
     **{f.__name__: Door(f, lambda: dict(params=params()))
        for f in (explain_routing, can_use_flash_attention, can_use_efficient_attention, can_use_cudnn_attention)},
+    "CausalBias": Door(CausalBias, lambda: dict(variant=CausalVariant.LOWER_RIGHT, seq_len_q=3, seq_len_kv=5)),
+    "causal_lower_right": Door(lower_right, lambda: dict(size=(3, 5))),
+    "flash_kernel": Door(flash_kernel, lambda: dict(kernel=lambda problem: None, knows=["is_causal"])),
+    "register_flash_attention_impl": Door(registering, lambda: dict(impl="trial", register_fn=FlashHandle)),
+    "activate_flash_attention_impl": Door(activating, lambda: dict(impl="trial", register_fn=FlashHandle)),
     ATTEND: Door(attend, lambda: dict(problem=make_problem(**qkv()))),
     MASK: Door(create_mask, lambda: dict(mod_fn=causal_mask(), B=2, H=4, Q_LEN=3, KV_LEN=5, device="cpu")),
     OMNI: Door(omni_attention, lambda: qkv() | dict(enable_gqa=True)),
@@ -327,6 +350,30 @@ refuse(ATTEND,
     ("engine is a backend", lambda: dict(engine=SDPBackend.MATH), TypeError, "engine", "SDPBackend"),
     ("problem is a tensor", lambda: dict(problem=floats(2, 4, 3, 8)), TypeError, "problem", "Tensor"),
     ("need_max is a word", lambda: dict(need_max="yes"), TypeError, "need_max", "str"))
+
+# %% ../../nbs/47_refusals.ipynb #1b6481fb
+refuse(SDPA,
+    ("causal bias of another length", lambda: dict(attn_mask=causal_lower_right(3, 6)), ValueError, "attn_mask=", "seq_len_kv=6", "5 keys"),
+    ("causal bias with the lengths exchanged", lambda: dict(attn_mask=causal_upper_left(5, 3)), ValueError, "attn_mask=", "seq_len_q=5", "3 queries"),
+    ("causal bias and is_causal", lambda: dict(attn_mask=causal_lower_right(3, 5), is_causal=True), ValueError, "is_causal=True", "attn_mask="))
+refuse("CausalBias",
+    ("a number for a variant", lambda: dict(variant=2), TypeError, "variant", "int", "2"),
+    ("negative length", lambda: dict(seq_len_kv=-1), ValueError, "seq_len_kv=-1"),
+    ("length is a tensor", lambda: dict(seq_len_q=torch.tensor(3)), TypeError, "seq_len_q", "Tensor"))
+refuse("causal_lower_right", ("one length", lambda: dict(size=(3,)), ValueError, "size=(3,)"),
+    ("lengths with a batch", lambda: dict(size=(2, 3, 5)), ValueError, "size=(2, 3, 5)"))
+
+# %% ../../nbs/47_refusals.ipynb #b3ff29bb
+refuse("flash_kernel",
+    ("kernel is None", lambda: dict(kernel=None), TypeError, "NoneType"),
+    ("a word that no problem says", lambda: dict(knows=["causal"]), ValueError, "knows=['causal']", "is_causal"))
+refuse("register_flash_attention_impl",
+    ("register_fn is a name", lambda: dict(register_fn="flash_attn_interface"), TypeError, "register_fn", "str"),
+    ("impl is a number", lambda: dict(impl=3), TypeError, "impl", "int"))
+refuse("activate_flash_attention_impl",
+    ("a name nobody registered", lambda: dict(impl="FA2"), ValueError, "impl='FA2'", "FA3, FA4, trial"),
+    ("register_fn that returns a kernel and no handle", lambda: dict(register_fn=lambda: lambda problem: None), TypeError, "remove()", "function"),
+    ("handle whose engine is a function", lambda: dict(register_fn=lambda: FlashHandle(lambda problem: None)), TypeError, "Engine", "function"))
 
 # %% ../../nbs/47_refusals.ipynb #acc7e275
 def mod_of_three(b, h, q_idx): return q_idx >= 0

@@ -13,12 +13,13 @@ __all__ = ['F16', 'BF16', 'F32', 'F64', 'SHAPES', 'GQA', 'EDGES', 'HEAD_SIZES', 
            'exact', 'Largest', 'in_pieces', 'odd_products', 'row_block_masks', 'spell_sizes', 'random_lists', 'given',
            'attributes', 'elements', 'rebuilt', 'changed', 'out_of_range', 'first_queries', 'later_queries',
            'row_block_mask', 'from_lists', 'one_or_other', 'row_omni', 'omni_companions', 'alone_with_users',
-           'asked_of_omni', 'named_tuples', 'row_aux', 'catalogue', 'ungrouped', 'wrong_call', 'row_errors', 'named',
-           'fill', 'faults_empty', 'faults_alignment', 'faults_layout', 'faults_strides', 'far_call', 'differs',
-           'compiled', 'faults_scale', 'faults_gradients', 'faults_repeat', 'answering', 'preferred', 'said_aloud',
-           'exported', 'faults_routing', 'learning', 'faults_learned', 'near', 'says_crop', 'shares', 'within_lengths',
-           'of_blocks', 'like_copies', 'documents', 'faults_blocks', 'call_of', 'node_check', 'contract', 'faults',
-           'onnx', 'suite', 'spread', 'select', 'reports']
+           'asked_of_omni', 'named_tuples', 'row_aux', 'catalogue', 'as_bias', 'row_bias', 'as_registered',
+           'row_registry', 'ungrouped', 'wrong_call', 'row_errors', 'named', 'fill', 'faults_empty', 'faults_alignment',
+           'faults_layout', 'faults_strides', 'far_call', 'differs', 'compiled', 'faults_scale', 'faults_gradients',
+           'faults_repeat', 'answering', 'preferred', 'said_aloud', 'exported', 'faults_routing', 'learning',
+           'faults_learned', 'near', 'says_crop', 'shares', 'within_lengths', 'of_blocks', 'like_copies', 'documents',
+           'faults_blocks', 'call_of', 'node_check', 'contract', 'faults', 'onnx', 'suite', 'spread', 'select',
+           'reports']
 
 # %% ../../nbs/49_suites.ipynb #3b0ed8f6
 import contextlib
@@ -30,16 +31,20 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Callable
+from unittest.mock import patch
 import torch
 from torch import Tensor
 from ..accuracy import Verdict
 import tensorplay_attn
+from .. import registry
 from torch.utils._python_dispatch import TorchDispatchMode
 from ..problem import AttentionProblem
 from ..masks import CATALOGUE, causal_mask, index_tensors, noop_mask, prefix_mask, window_mask
 from ..scores import SCORES
 from ..block_mask import LISTS
+from ..bias import CausalBias, CausalVariant
 from ..engines import ENGINES
+from ..registry import WORDS, FlashHandle, activate_flash_attention_impl, flash_kernel, restore_flash_attention_impl
 from ..routing import SDPBackend, choose, explain_routing, permitted_backends, sdpa_kernel
 from ..functional import AuxOutput, AuxRequest, scaled_dot_product_attention
 from ..omni_attention import omni_attention
@@ -738,6 +743,42 @@ def catalogue() -> list[Case]:
     pairs = [("masks and scores", dict(users=next(masks), score=next(scores)) | small | s) for s in sizes]
     return [case for row, spec in alone + pairs for case in both(row, [spec], prefix=row.replace(" ", "-"))]
 
+# %% ../../nbs/49_suites.ipynb #e35da66e
+def as_bias(column, call: Call, truth: Truth) -> list[Finding]:
+    "A causal call with its mask as a value: the same answer, and no engine sees a mask."
+    routable(column, call)
+    corner = CausalVariant.LOWER_RIGHT if call.words.get("alignment") == "lower_right" else CausalVariant.UPPER_LEFT
+    bias = CausalBias(corner, call.query.shape[-2], call.key.shape[-2])
+    words = {n: x for n, x in call.words.items() if n != "is_causal"}
+    if words.get("window_size") is None: words.pop("alignment", None)
+    return values(column, replace(call, words=words | {"attn_mask": bias}), truth)
+
+def row_bias() -> list[Case]:
+    "A causal mask as a value."
+    specs = [dict(is_causal=True, alignment=a, **s) for a in ("upper_left", "lower_right") for s in SHAPES]
+    specs += every(dict(is_causal=True, alignment="lower_right", L=9, S=20), dict(window_size=(3, -1)), dict(softcap=1.5, sinks=F32), GQA,
+        dict(d_lse=True, dtype=F64), dict(dtype=BF16))
+    return both("T13", specs, as_bias)
+
+def as_registered(column, call: Call, truth: Truth) -> list[Finding]:
+    "The column's engine as somebody's implementation behind FLASH_ATTENTION, with our backward."
+    routable(column, call)
+    column, asked = replace(column, around=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION), reasons=None), []
+    def kernel(problem):
+        asked.append(problem)
+        return ENGINES[column.name].forward(problem)[:2]
+    engine = flash_kernel(kernel, knows=WORDS)
+    with patch.dict(registry._IMPLS, trial=lambda: FlashHandle(engine)), patch.dict(registry._SEATS), patch.dict(ENGINES):
+        activate_flash_attention_impl("trial")
+        try: found = values(column, call, truth)
+        finally: restore_flash_attention_impl()
+    return [*found, ("asked", Verdict(len(asked) == 1, reason=f"the active implementation was asked {len(asked)} times"))]
+
+def row_registry() -> list[Case]:
+    "An implementation that is active answers the FLASH route."
+    return both("T5", [dict(is_causal=True), dict(mask="bool:L,S"), dict(softcap=1.5, d_lse=True, **GQA), dict(sinks=F32, dtype=BF16),
+        dict(dropout_p=0.3)], as_registered)
+
 # %% ../../nbs/49_suites.ipynb #504e29ac
 def ungrouped(arguments: dict) -> dict:
     "A good call of page 47, or one gone wrong, with a key head for each query head."
@@ -1059,7 +1100,7 @@ def _verdict(v):  # page 40's, in our form
 def contract() -> list[Case]:
     "Every row of the contract."
     rows = (row_1, row_2, row_3, row_4, row_5, row_6, row_7, row_8, row_9, row_10, row_11, row_12, row_13, row_14, row_15, row_16, row_17, row_18,
-        row_errors, row_masks, row_combinators, row_block_masks, row_block_mask, row_omni, row_aux)
+        row_errors, row_masks, row_combinators, row_block_masks, row_block_mask, row_omni, row_aux, row_registry, row_bias)
     return [case for row in rows for case in row()]
 
 def faults() -> list[Case]:

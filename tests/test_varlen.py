@@ -9,8 +9,8 @@ import triton.language as tl
 from tensorplay_attn.accuracy import judge
 from tensorplay_attn.bounds import allowed_backward, judge_backward, judge_forward
 from tensorplay_attn.kernels.launch import Config, guarded
-from tensorplay_attn.kernels.varlen import (depth, make_packed, owner, packed_backward, packed_forward, packed_loop,
-    packed_loop_backward, rows_of, sequence, tile_owners)
+from tensorplay_attn.kernels.varlen import depth, owner, packed_backward, packed_forward, tile_owners
+from tensorplay_attn.packed import make_packed, packed_loop, packed_loop_backward, rows_of, sequence
 
 CONFIG = Config(32, 64, 4, 1)
 NAN = float("nan")

@@ -164,7 +164,8 @@ def qk_output(
     if mode == 1: return raw_scores(problem)
     s = dense_scores(problem)
     if mode == 2: return s
-    return torch.where(s == -torch.inf, 0, (s - lse.to(s.dtype)[..., None]).exp())
+    hidden = s == -torch.inf  # twice, so that no gradient meets -inf less -inf
+    return torch.where(hidden, 0, torch.where(hidden, 0, s - lse.to(s.dtype)[..., None]).exp())
 
 def attention_node(
     attributes: dict,  # name -> number, those that are given
@@ -222,14 +223,15 @@ def _node_case(onnx, case):
         named(node.input, INPUTS, given), named(node.output, OUTPUTS, expected), case.rtol, case.atol)
 
 @cache
-def node_cases() -> tuple[NodeCase, ...]:
-    "Every case the installed onnx generates for `Attention`, once a process, but for those that spell the node out."
+def node_cases(
+    op: str = "Attention",  # or another operator whose inputs and output have the same names
+) -> tuple[NodeCase, ...]:
+    "Every case the installed onnx generates for an operator, once a process, but for those that spell the node out."
     onnx, suite, state = _need("onnx"), _need("onnx.backend.test.case.node"), np.random.get_state()
-    wanted = lambda: [c for c in suite.collect_testcases("Attention")
-        if c.model.graph.node[0].op_type == "Attention"]
+    wanted = lambda: [c for c in suite.collect_testcases(op) if c.model.graph.node[0].op_type == op]
     with np.errstate(all="ignore"):  # the generator overflows on purpose
         if not (cases := wanted()):  # generated on import: someone asked for another operator before
-            importlib.reload(_need("onnx.backend.test.case.node.attention"))
+            importlib.reload(_need(f"onnx.backend.test.case.node.{op.lower()}"))
             cases = wanted()
     np.random.set_state(state)  # the generator seeds it
     return tuple(_node_case(onnx, c) for c in {c.name: c for c in cases}.values())

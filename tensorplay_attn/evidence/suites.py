@@ -1007,7 +1007,8 @@ def says_crop(column, call: Call, truth: Truth) -> list[Finding]:
     found = refuses(column, call, truth)
     if not column.ours: return found
     try: column.answer(call)
-    except ValueError as e: return found + [("words", Verdict("crop(500, 500)" in str(e), reason=f"it does not say crop(500, 500): {e}"))]
+    except ValueError as e: found.append(("words", Verdict("crop(500, 500)" in str(e), reason=f"it does not say crop(500, 500): {e}")))
+    return found
 
 def shares(blocked: Blocked, column, call: Call, truth: Truth) -> list[Finding]:
     "A sparsity between 0 and 100; ours: the share of elements that are not visited."

@@ -34,6 +34,12 @@ SLICES = {
     "efficient": "--kernel efficient_forward --kernel efficient_backward --target sm_90 --dtype bfloat16 --E 128 --causal",
     "packed": "--kernel packed_forward --kernel packed_backward --target sm_90 --dtype bfloat16 --E 64 --causal",
     "decode": "--kernel decode --target sm_80 --dtype bfloat16 --E 128 --causal",
+    "user sm_90": "--kernel omni_forward:relative --kernel omni_forward:documents --kernel omni_backward:relative --kernel omni_backward:documents "
+        "--target sm_90 --dtype bfloat16 --E 128 --causal",
+    "user sm_80": "--kernel omni_forward:relative --kernel omni_backward:relative --kernel omni_decode:documents --target sm_80 --dtype float16 "
+        "--E 128 --causal",
+    "user fp32": "--kernel omni_backward:documents --kernel omni_decode:relative --target sm_90 --dtype float32 --E 64 --full",
+    "user others": "--kernel omni_forward:relative --target sm_100 --target gfx942 --dtype bfloat16 --E 128 --causal",
     "others": "--kernel flash_forward --target sm_100 --target gfx942 --dtype bfloat16 --E 128 --causal",
 }
 
@@ -48,6 +54,17 @@ def test_promises(part, tmp_path):
         if r["dots"] and not any(n in r["kernel"] for n in cr.FEW_ROWS):
             assert r["products"] and r["exps"] and r["loads"], r  # the step was found
         if r["kernel"] in cr.TABLE_OF and r["target"] in ("sm_80", "sm_90"): assert cr.told(cr.Row(**known(r))), r
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("L, Hkv", [(4096, 8), (1, 2)])
+def test_functions_of_a_user(L, Hkv, causal):
+    setting = cr.Setting(torch.bfloat16, 64, causal)
+    relative, documents = (setting.user(kind, L, Hkv) for kind in ("relative", "documents"))
+    assert relative.mods.score and not relative.mods.mask and relative.mods.blocks is None
+    assert relative.window == ((-1, 0) if causal else (-1, -1)) and (not causal or relative.shift == 4096 - L)
+    assert documents.mods.mask and not documents.mods.score and documents.mods.blocks and documents.window == (-1, -1)
+    assert any(n.op == "le" for n in documents.mods.mask.nodes) == causal and len(documents.mods.mask_tensors) == 2
 
 
 def known(row): return {k: v for k, v in row.items() if k != "broken"}

@@ -35,6 +35,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from ..problem import AttentionProblem, make_problem
+from ..masks import and_masks, causal_mask, document_mask
+from ..scores import relative_score
+from ..block_mask import create_block_mask
+from ..omni_attention import with_mods
 from ..kernels.launch import CONFIGS, Launch, recorded, shared_memory_needed
 
 # %% ../../nbs/56_compile_report.ipynb #bcd2f742
@@ -106,6 +110,14 @@ class Setting(NamedTuple):
         q, cu = self.new(8192, 8, self.E), self.new(4, dtype=torch.int32)
         return _find("varlen.make_packed")(q, q, q, cu, cu, 4096, 4096, is_causal=self.causal)
 
+    def user(self, kind: str, L: int = 4096, Hkv: int = 8) -> AttentionProblem:
+        "dense with a user's functions: a table of relative positions, or a mask that keeps documents apart."
+        shift, ids = 4096 - L, torch.arange(4096) // 1000
+        score = relative_score(self.new(8, 257, dtype=torch.float32), shift) if kind == "relative" else None
+        masks = [document_mask(ids[shift:], ids)] * (kind == "documents") + [causal_mask(shift)] * self.causal
+        blocks = create_block_mask(and_masks(*masks), None, None, L, 4096, "cpu").to("meta") if masks else None
+        return with_mods(self._replace(causal=False).dense(L, Hkv), score, blocks, {})
+
     def backward(self, name: str, problem) -> None:
         "Gradients of a problem."
         q = problem.q
@@ -124,6 +136,12 @@ CASES: dict[str, Callable[[Setting], object]] = {
     "packed_forward": lambda s: _find("varlen.packed_forward")(s.packed()),
     "packed_backward": lambda s: s.backward("varlen.packed_backward", s.packed()),
     "decode": lambda s: _find("decode.decode_forward")(s.dense(L=1, Hkv=2)),
+    "omni_forward:relative": lambda s: _find("omni_forward.omni_forward")(s.user("relative")),
+    "omni_forward:documents": lambda s: _find("omni_forward.omni_forward")(s.user("documents")),
+    "omni_backward:relative": lambda s: s.backward("omni_backward.omni_backward", s.user("relative")),
+    "omni_backward:documents": lambda s: s.backward("omni_backward.omni_backward", s.user("documents")),
+    "omni_decode:relative": lambda s: _find("decode.decode_lists_forward")(s.user("relative", L=1, Hkv=2)),
+    "omni_decode:documents": lambda s: _find("decode.decode_lists_forward")(s.user("documents", L=1, Hkv=2)),
 }
 
 def launches_of(case: str, target: str, setting: Setting) -> list[Launch]:
@@ -257,7 +275,7 @@ def _enters(name, takes, fed, i):  # what the i-th argument of a region may be
     return takes[:3] if i == 0 else [takes[2 + i], fed[i - 1]]
 
 # %% ../../nbs/56_compile_report.ipynb #353be0da
-TABLES = "rule", "packs", "users"  # arguments whose pointers are tables
+TABLES = "rule", "packs", "users", "user"  # arguments whose pointers are tables
 _SUMS = {"arith.addi", "arith.subi", "arith.extsi", "arith.extui", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans",
     "arith.select", "scf.for", "scf.if", "scf.while", "tt.addptr"}
 _WORK = {"arith.muli", "arith.shli", "arith.addi", "arith.subi"}
@@ -324,6 +342,11 @@ class Row:
     offsets: list[str] = dataclasses.field(default_factory=list)  # those of fewer than 64 bits
     error: str = ""  # why there is nothing else
 
+    @property
+    def name(self) -> str:
+        "The kernel, and with which of a user's functions."
+        return " ".join([self.kernel, *self.case.split(":")[1:]])
+
 def _timed(work):  # run and listen: seconds in the compiler, and whether it looked it up
     heard = {}
     before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, lambda **said: heard.update(said)
@@ -385,7 +408,9 @@ TABLE_OF = {"_flash_fwd": "flash_forward", "_flash_bwd_dq": "flash_backward_dq",
     "_efficient_fwd": "efficient_forward", "_efficient_bwd_dq": "efficient_backward_dq", "_efficient_bwd_dkdv": "efficient_backward_dkdv",
     "_efficient_bwd_dbias": "efficient_backward_dbias", "_packed_fwd": "packed_forward", "_packed_bwd_dq": "packed_backward_dq",
     "_packed_bwd_dkdv": "packed_backward_dkdv", "_packed_fwd_tiny": "packed_forward_tiny", "_packed_bwd_dq_tiny": "packed_forward_tiny",
-    "_packed_bwd_dkdv_tiny": "packed_forward_tiny", "_decode": "decode"}  # kernels with tile sizes of their own, and their name in the table
+    "_packed_bwd_dkdv_tiny": "packed_forward_tiny", "_decode": "decode", "_decode_listed": "decode",
+    "_omni_fwd": "omni_forward", "_omni_bwd_dq": "omni_backward_dq", "_omni_bwd_dkdv": "omni_backward_dkdv",
+    "_omni_bwd_tensors": "omni_backward_tensors"}  # kernels with tile sizes of their own, and their name in the table
 
 def told(row: Row) -> int | None:  # bytes; None: the table is silent
     "How much shared memory the table says a row's kernel needs."
@@ -419,7 +444,7 @@ def table_rows(rows: list[Row], seconds: bool = True) -> Table:
     table, words = Table(title=title, title_justify="left", box=None, pad_edge=False), ("kernel", "dtype", "tiles", "unit")
     for name in [*COLUMNS, *["seconds"] * seconds]: table.add_column(name, justify="left" if name in words else "right")
     for r in rows:
-        cells = [r.kernel, r.dtype, str(r.E), "yes" if r.causal else "no", r.tiles, *(str(getattr(r, c)) for c in COLUMNS[5:])]
+        cells = [r.name, r.dtype, str(r.E), "yes" if r.causal else "no", r.tiles, *(str(getattr(r, c)) for c in COLUMNS[5:])]
         style = "red" if broken(r) else "yellow" if r.spilled else ""
         table.add_row(*cells, *(["cached" if r.cached else f"{r.seconds:.1f}"] * seconds), style=style)
     return table
@@ -428,7 +453,7 @@ def print_report(rows: list[Row], console: Console) -> list[str]:  # promises th
     "A table for each machine, and what is wrong."
     rows = sorted(rows, key=lambda r: (list(MACHINES).index(r.target), list(CASES).index(r.case), r.kernel, r.dtype, r.E, r.causal))
     for target in dict.fromkeys(r.target for r in rows): console.print(table_rows([r for r in rows if r.target == target]))
-    words = [f"{r.target} {r.kernel} {r.dtype} E={r.E} causal={r.causal} ({r.tiles}): {w}" for r in rows for w in broken(r)]
+    words = [f"{r.target} {r.name} {r.dtype} E={r.E} causal={r.causal} ({r.tiles}): {w}" for r in rows for w in broken(r)]
     words += [f"no reason is given for the tile sizes of {row}" for row in unexplained()]
     for w in words: console.print(f"broken: {w}", style="red", highlight=False, soft_wrap=True)
     fresh = [r for r in rows if not r.cached]

@@ -1,10 +1,11 @@
 # `make verify` and `make test` make the environment (.venv) by themselves; later runs start at once.
 .DEFAULT_GOAL := help
-.PHONY: verify test export lint nb bench gpu docs clean help
+.PHONY: verify test export lint nb bench gpu peers docs clean help
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
 READY := .venv/.ready
+PEERS := .venv-peers
 # nbdev calls its own commands by name; two cores are shared by workers, so each takes one thread
 ENV := PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1
 ARGS ?=
@@ -39,11 +40,14 @@ gpu:  ## on a machine with a GPU: right? how fast? (PYTHON=python3, as it is; AR
 	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -c \
 	  'import importlib.util as u, sys; lacks = [n for n in ("torch", "triton", "numpy", "rich", "click") if not u.find_spec(n)]; lacks and sys.exit("make gpu: " + sys.executable + " has no " + ", ".join(lacks)); from tensorplay_attn.evidence.gpu import gpu_command; gpu_command(prog_name="make gpu")' $(ARGS)
 
+peers: $(PEERS)/.ready  ## other implementations, installed beside us: does page 51 still say what they do? (two minutes)
+	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -q tests/peers tests/test_surface.py $(ARGS)
+
 docs: $(READY)  ## build the site: _docs/index.html
 	$(ENV) $(BIN)/python docs/adapt.py _docs
 
 clean:  ## remove what was made here, the environment included
-	rm -rf .venv _docs _report build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv $(PEERS) _docs _report build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 help:  ## this list
@@ -55,4 +59,12 @@ $(READY): constraints.txt pyproject.toml
 	if [ -z "$$py" ]; then echo 'No Python of 3.11 or later with the venv module was found; make PYTHON=/path/to/python3.11 names one.' >&2; exit 1; fi; \
 	echo "making .venv with $$($$py --version), once; this takes some minutes"; $$py -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# only what .venv does not have: a file of paths makes its packages, torch and ours among them, visible there
+$(PEERS)/.ready: $(READY) constraints-peers.txt
+	@echo "making $(PEERS), once; this takes a minute"; $(BIN)/python -m venv $(PEERS)
+	@site() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	echo "import site; site.addsitedir('$$(site $(CURDIR)/.venv)')" > "$$(site $(PEERS))/beside.pth"
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check -qq -c constraints.txt -c constraints-peers.txt tensorplay coreai-torch transformers
 	@touch $@

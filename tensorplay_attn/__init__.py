@@ -1,7 +1,7 @@
 """The surface of `tensorplay.nn.attention` on PyTorch tensors."""
 __version__ = "0.1.0"
 
-from tensorplay_attn import bias, functional
+from tensorplay_attn import bias, externalize, functional, sdpa, varlen
 from tensorplay_attn.block_mask import BlockMask, create_block_mask
 from tensorplay_attn.functional import AuxOutput, AuxRequest
 from tensorplay_attn.masks import and_masks, create_mask, noop_mask, or_masks
@@ -15,6 +15,6 @@ WARN_FOR_UNFUSED_KERNELS = False  # True: a call that cannot run fused warns eac
 
 __all__ = ["AuxOutput", "AuxRequest", "BlockMask", "FlashHandle", "SDPAParams", "SDPBackend", "WARN_FOR_UNFUSED_KERNELS",
            "activate_flash_attention_impl", "and_masks", "bias", "can_use_cudnn_attention", "can_use_efficient_attention",
-           "can_use_flash_attention", "create_block_mask", "create_mask", "current_flash_attention_impl", "explain_routing",
+           "can_use_flash_attention", "create_block_mask", "create_mask", "current_flash_attention_impl", "explain_routing", "externalize",
            "flash_kernel", "functional", "list_flash_attention_impls", "noop_mask", "omni_attention", "or_masks",
-           "register_flash_attention_impl", "restore_flash_attention_impl", "sdpa_kernel"]
+           "register_flash_attention_impl", "restore_flash_attention_impl", "sdpa", "sdpa_kernel", "varlen"]

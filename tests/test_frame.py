@@ -22,7 +22,8 @@ SETTINGS = configparser.ConfigParser()
 SETTINGS.read(ROOT / "settings.ini")
 SETTINGS = SETTINGS["DEFAULT"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-MADE = {".git", ".venv", "_docs", "_report", "_proc", "build", "dist", "__pycache__", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache",
+MADE = {".git", ".venv", ".venv-peers", "_docs", "_report", "_proc", "build", "dist", "__pycache__", ".ipynb_checkpoints",
+        ".pytest_cache", ".ruff_cache",
         ".hypothesis", ".quarto", "tensorplay_attn.egg-info", "shared"}  # as in .gitignore
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "_modidx.py")
 

@@ -98,7 +98,8 @@ class LazyGroup(click.Group):
     "Commands that are imported when they are called for."
     lazy = {"bench": ("tensorplay_attn.evidence.benchmark", "bench_command"),
         "compile-report": ("tensorplay_attn.evidence.compile_report", "compile_report_command"),
-        "gpu": ("tensorplay_attn.evidence.gpu", "gpu_command"), "mutants": ("tensorplay_attn.evidence.mutants", "mutants_command")}
+        "gpu": ("tensorplay_attn.evidence.gpu", "gpu_command"), "mutants": ("tensorplay_attn.evidence.mutants", "mutants_command"),
+        "compare": ("tensorplay_attn.evidence.peers", "compare_command")}
 
     def list_commands(self, ctx): return sorted({*super().list_commands(ctx), *self.lazy})
 

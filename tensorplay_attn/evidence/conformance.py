@@ -484,8 +484,8 @@ TITLES = {"R1": "everything composes", "R2": "alignment, windows", "R3": "defaul
     "R7": "finite minus infinity", "R8": "NaN and infinity", "R9": "shared heads", "R10": "batches, ranks", "R11": "dtypes, autocast",
     "R12": "lse, largest score", "R13": "sinks",
     "R14": "dropout", "R15": "strides", "R16": "any size", "R17": "repeatable", "R18": "no silent fallback", "errors": "wrong calls",
-    "T5": "other kernels", "T7": "create_mask", "T8": "masks combined", "T9": "create_block_mask", "T10": "block masks", "T11": "omni_attention", "T12": "aux",
-    "T13": "causal bias"}
+    "T5": "other kernels", "T7": "create_mask", "T8": "masks combined", "T9": "create_block_mask", "T10": "block masks", "T11": "omni_attention",
+    "T12": "aux", "T13": "causal bias"}
 
 def worst_share(records: list[Record]) -> float:
     "The largest error of those that passed, as a share of its bound."

@@ -166,7 +166,7 @@ def make_packed(
         check_number(name, x, int)
         if x < 0: raise ValueError(f"{name} must not be negative: {name}={x}")
     if sinks is not None: check_vector("sinks", sinks, H, tuple(STATE_DTYPE), query.device)
-    dummy = query.new_empty(0, 0, 0, E)
+    dummy = torch.empty(0, 0, 0, E, dtype=query.dtype, device=query.device)
     knobs = make_problem(dummy, dummy, dummy, is_causal=is_causal, scale=scale, window_size=window_size, softcap=softcap)  # checks them
     max_q, max_k = (min(int(x), MOST) if isinstance(x, numbers.Integral) else x for x in (max_q, max_k))  # or a compiler's symbol
     problem = PackedProblem(query, key, value, cu_seq_q, None if paged else cu_seq_k, max_q, max_k, knobs.scale, seqused_k, block_table,

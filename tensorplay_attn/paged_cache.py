@@ -140,10 +140,9 @@ class PagedCache(Books):
         "Add tokens at the sequences' ends. Raises TypeError and ValueError, and then has changed nothing."
         sequences = self.listed(sequences)
         _check_tokens(self, key, value)
-        key, value = key.detach().clone(), value.detach().clone()  # they may be rows of the pool
         places = self.extend(dict(zip(sequences, _check_lengths(lengths, sequences, len(key)))))
         pages, rows = torch.tensor(places, dtype=torch.int64, device=self.keys.device).view(-1, 2).T
-        self.keys[pages, rows], self.values[pages, rows] = key, value
+        self.keys[pages, rows], self.values[pages, rows] = key.detach().clone(), value.detach().clone()  # they may be rows of the pool
 
     def varlen(self, sequences: Sequence[int]) -> dict:  # key, value, cu_seq_k, max_k, seqused_k, block_table
         "What `varlen_attn` has to know of keys: `varlen_attn(query, cu_seq_q=..., max_q=..., **cache.varlen(sequences))`."

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+from .autograd import define, new_library
 
 # %% ../nbs/38_externalize.ipynb #49d5cc03
 @dataclass
@@ -295,13 +296,7 @@ def invocation(graphs: tuple[Graph, ...], arguments: list):
     return _OPS["composite" if len(g.outputs) == 1 else "composites"], (split(False), split(True), show(graphs))
 
 # %% ../nbs/38_externalize.ipynb #12a70d4d
-def _new_library():  # who defines the operators again, as this page does, replaces them
-    known = vars(torch.ops.tensorplay_attn)
-    if "_composites" in known: known["_composites"]._destroy()
-    known["_composites"] = torch.library.Library("tensorplay_attn", "FRAGMENT")
-    return known["_composites"]
-
-_LIBRARY = _new_library()
+_LIBRARY = new_library("externalize")
 
 def _body(inputs, sizes, text):
     gm, inputs, sizes = build(text), iter(inputs), iter(sizes)
@@ -338,10 +333,8 @@ def _backward(ctx, *grads):
 
 _OPS = {}
 for _name, _result, _pick in (("composite", "Tensor", lambda results: results[0]), ("composites", "Tensor[]", list)):
-    _LIBRARY.define(f"{_name}(Tensor[] inputs, SymInt[] sizes, str text) -> {_result}", tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(_name, lambda *args, pick=_pick: pick(_run(*args)), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tensorplay_attn::{_name}", lambda *args, pick=_pick: pick(_fake(*args)), lib=_LIBRARY)
-    torch.library.register_autograd(f"tensorplay_attn::{_name}", _backward, setup_context=_setup_context, lib=_LIBRARY)
+    define(_LIBRARY, _name, f"(Tensor[] inputs, SymInt[] sizes, str text) -> {_result}", lambda *args, pick=_pick: pick(_run(*args)),
+        lambda *args, pick=_pick: pick(_fake(*args)), _backward, _setup_context)
     _OPS[_name] = getattr(torch.ops.tensorplay_attn, _name).default
 
 # %% ../nbs/38_externalize.ipynb #2844f018
@@ -373,9 +366,8 @@ def find_sites(model: torch.nn.Module, specs: list[ExternalizeSpec]) -> dict[tor
     return sites
 
 def _mark(name, fake):
-    _LIBRARY.define(f"{name}(Tensor[] tensors, str call) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(name, lambda tensors, call: [t.clone() for t in tensors], "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tensorplay_attn::{name}", lambda tensors, call: [fake(t) for t in tensors], lib=_LIBRARY)
+    define(_LIBRARY, name, "(Tensor[] tensors, str call) -> Tensor[]", lambda tensors, call: [t.clone() for t in tensors],
+        lambda tensors, call: [fake(t) for t in tensors])
     return getattr(torch.ops.tensorplay_attn, name)
 
 _ENTER = _mark("enter", lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device))

@@ -18,7 +18,7 @@ from .gradients import Gradients, dense_backward
 from .packed import PackedProblem, check_packed, make_packed, packed_loop, packed_loop_backward
 from .engines import KERNELS, WIDEST, Engine, _kernel, _memory, common_reasons, interpreting, tiled_reasons
 from .routing import DEFAULT_ORDER, SDPBackend, _warn_unfused, _warns, permitted_backends
-from .autograd import _without_autocast
+from .autograd import _without_autocast, define, new_library, no_second
 from .functional import _autocast
 
 # %% ../nbs/35_varlen.ipynb #c18355c0
@@ -92,19 +92,6 @@ def unpack(q, k, v, cu_q, cu_k, seqused_k, block_table, max_q, max_k, scale, lef
     "The packed problem again."
     return PackedProblem(q, k, v, cu_q, cu_k, max_q, max_k, scale, seqused_k, block_table, (left, right))
 
-def _new_library():  # who defines the operators again, as this page does, replaces them
-    known = vars(torch.ops.tensorplay_attn)
-    if "_varlen_library" in known: known["_varlen_library"]._destroy()
-    known["_varlen_library"] = torch.library.Library("tensorplay_attn", "FRAGMENT")
-    return known["_varlen_library"]
-
-_LIBRARY = _new_library()
-
-def _operator(name, schema, function, fake):
-    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tensorplay_attn::{name}", fake, lib=_LIBRARY)
-
 # %% ../nbs/35_varlen.ipynb #d0918622
 def _forward(*args):
     check_packed(problem := unpack(*args))
@@ -136,13 +123,10 @@ def _pull_back(ctx, d_out, d_lse, _):
     grads = torch.ops.tensorplay_attn.varlen_backward(d_out, d_lse, out, lse, engine, *tensors, *ctx.rest)
     return *grads, *[None] * (len(tensors) + len(ctx.rest) - len(grads))
 
-def _no_more(ctx, *grads): raise RuntimeError("attention's derivatives are taken once: its backward has none")
-
-_operator("varlen_forward", f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward)
-_operator("varlen_backward", f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor engine, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    _backward, _fake_backward)
-torch.library.register_autograd("tensorplay_attn::varlen_forward", _pull_back, setup_context=_setup_context, lib=_LIBRARY)
-torch.library.register_autograd("tensorplay_attn::varlen_backward", _no_more, lib=_LIBRARY)
+_LIBRARY = new_library("varlen")
+define(_LIBRARY, "varlen_forward", f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward, _pull_back, _setup_context)
+define(_LIBRARY, "varlen_backward", f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor engine, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    _backward, _fake_backward, no_second)
 
 # %% ../nbs/35_varlen.ipynb #81ebf17a
 class AuxRequest(NamedTuple):

@@ -97,18 +97,20 @@ def some_loss(problem, seed):
     return torch.randn(B, H, L, Ev).to(problem.q.dtype) * (1, 100)[seed % 2], torch.randn(B, H, L, dtype=problem.state_dtype) if seed % 3 else None
 
 
+def both_ways_pass(problem, seed, forward, backward):
+    "An engine's forward and backward keep both forms of the bound."
+    loss, answer = some_loss(problem, seed), forward(problem)
+    gradients = backward(problem, *answer[:2], *loss)
+    for probabilistic in (True, False):
+        knobs = dict(probabilistic=probabilistic)
+        for name, verdict in (judge_forward(problem, *answer, **knobs) | judge_backward(problem, gradients, *loss, **knobs)).items():
+            assert verdict, f"{seed=} {probabilistic=} {name}: {verdict}"
+
+
 @pytest.mark.parametrize("engine", HONEST)
 @pytest.mark.parametrize("block", range(8))
 def test_honest_engines_pass_on_random_problems(engine, block):
-    forward, backward = HONEST[engine]
-    for seed in range(block * 25, block * 25 + 25):
-        problem = some_problem(seed)
-        loss, answer = some_loss(problem, seed), forward(problem)
-        gradients = backward(problem, *answer[:2], *loss)
-        for probabilistic in (True, False):
-            knobs = dict(probabilistic=probabilistic)
-            for name, verdict in (judge_forward(problem, *answer, **knobs) | judge_backward(problem, gradients, *loss, **knobs)).items():
-                assert verdict, f"{seed=} {probabilistic=} {name}: {verdict}"
+    for seed in range(block * 25, block * 25 + 25): both_ways_pass(some_problem(seed), seed, *HONEST[engine])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -344,15 +346,8 @@ def some_mods(seed):
 @pytest.mark.parametrize("engine", ["dense", "tiled"])
 @pytest.mark.parametrize("block", range(6))
 def test_honest_engines_pass_with_functions_of_users(engine, block):
-    forward, backward = {"dense": (dense_forward, dense_backward), "tiled": (tiled_forward, tiled_backward)}[engine]
-    for seed in range(block * 15, block * 15 + 15):
-        problem = some_mods(seed)
-        loss, answer = some_loss(problem, seed), forward(problem)
-        gradients = backward(problem, *answer[:2], *loss)
-        for probabilistic in (True, False):
-            knobs = dict(probabilistic=probabilistic)
-            for name, verdict in (judge_forward(problem, *answer, **knobs) | judge_backward(problem, gradients, *loss, **knobs)).items():
-                assert verdict, f"{seed=} {probabilistic=} {name}: {verdict}"
+    engine = {"dense": (dense_forward, dense_backward), "tiled": (tiled_forward, tiled_backward)}[engine]
+    for seed in range(block * 15, block * 15 + 15): both_ways_pass(some_mods(seed), seed, *engine)
 
 
 def capped_and_read(cap, table): return lambda s, b, h, i, j: cap * (s / cap).tanh() + table[h, (j - i).clamp(-20, 20) + 20]

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import onnx.inliner
 import onnx.parser
+import onnxruntime
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
@@ -245,23 +246,21 @@ def test_a_layer_against_the_evaluator(opset, kind, dtype):
 
 @pytest.mark.parametrize("opset", (23, 24, 25))
 def test_a_layer_against_onnxruntime(opset):
-    runtime = pytest.importorskip("onnxruntime")
     m, x = layer(opset), layer_inputs()
-    session = runtime.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"])
     for got, want in zip(run_onnx(m, x).values(), session.run(None, {n: t.numpy() for n, t in x.items()})):
         torch.testing.assert_close(got, torch.from_numpy(want), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ("window", "buckets", "clip", "functions", "heads"))
 def test_flex_against_onnxruntime(name):
-    runtime = pytest.importorskip("onnxruntime")
     a = {"score_mod": graph(f"{INDICES} {BODIES[name]}", NUMBERS[:-1] + MORE), "prob_mod": graph("y = Mul(s, s)")}
     info, x = onnx.helper.make_tensor_value_info, inputs()
     node = onnx.helper.make_node("FlexAttention", list("QKV"), ["y"], domain=FLEX, **a)
     lone = onnx.helper.make_graph([node], "g", [info(n, 1, t.shape) for n, t in x.items()], [info("y", 1, (2, 4, 5, 3))])
     m = onnx.helper.make_model(lone, opset_imports=[onnx.helper.make_opsetid("", 25), onnx.helper.make_opsetid(FLEX, 1)], ir_version=10)
     spelt = onnx.inliner.inline_selected_functions(m, [(FLEX, "FlexAttention")], inline_schema_functions=True)  # it has no kernel of its own
-    session = runtime.InferenceSession(spelt.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(spelt.SerializeToString(), providers=["CPUExecutionProvider"])
     want = torch.from_numpy(session.run(None, {n: t.numpy() for n, t in x.items()})[0])
     torch.testing.assert_close(run_onnx(m, x)["y"], want, rtol=1e-5, atol=1e-5)
 

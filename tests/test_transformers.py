@@ -6,18 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-
-transformers = pytest.importorskip("transformers")
-
-from transformers import (AttentionInterface, AttentionMaskInterface, BertConfig, BertForMaskedLM, BloomConfig, BloomModel,  # noqa: E402
+import transformers
+from transformers import (AttentionInterface, AttentionMaskInterface, BertConfig, BertForMaskedLM, BloomConfig, BloomModel,
     Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
     Qwen3Config, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration, ViTConfig, ViTForImageClassification, WhisperConfig,
     WhisperForConditionalGeneration)
 
-import tensorplay_attn.interop.transformers as door  # noqa: E402
-from tensorplay_attn.bounds import allowed_backward, allowed_forward, judge_backward, judge_forward  # noqa: E402
-from tensorplay_attn.gradients import Gradients  # noqa: E402
-from tensorplay_attn.problem import everything, visible  # noqa: E402
+import tensorplay_attn.interop.transformers as door
+from tensorplay_attn.bounds import allowed_backward, allowed_forward, judge_backward, judge_forward
+from tensorplay_attn.gradients import Gradients
+from tensorplay_attn.problem import everything, visible
 
 SMALL = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=None, tie_word_embeddings=False)

@@ -3,8 +3,12 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+from unittest.mock import patch
 
+import pytest
 import torch
+
+from tensorplay_attn import registry
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     before = os.environ.get("TRITON_INTERPRET")
@@ -15,3 +19,9 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
         importlib.import_module(f"tensorplay_attn.kernels.{module.name}")
     if before is None: del os.environ["TRITON_INTERPRET"]
     else: os.environ["TRITON_INTERPRET"] = before
+
+
+@pytest.fixture(autouse=True)
+def registered_as_before():
+    "What a test registers is forgotten after it: names have no other way to go, and tests run in any order."
+    with patch.dict(registry._IMPLS): yield

@@ -556,7 +556,7 @@ def biased(variant, L, S, of=None):  # a bias for those lengths, or for others
         return lib.scaled_dot_product_attention(q, kv, kv, getattr(lib, f"causal_{variant}")(*(of or (L, S))))
     return ask
 
-def registered(*steps):  # steps of the registry, then as it was
+def registered(*steps):  # steps of the registry, then nothing active
     def ask(lib):
         try: return [step(lib) for step in steps][-1]
         finally:

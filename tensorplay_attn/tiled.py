@@ -273,6 +273,36 @@ def fused_dtype(problem: AttentionProblem, tiles: list[Tile]) -> torch.dtype:
     fast = problem.q.dtype == torch.bfloat16 and kinds in ([FULL], [CORNER]) and native()
     return torch.bfloat16 if fast else problem.state_dtype
 
+def _series(tiles, edge):
+    # tiles that look alike at equal distances, as one: its rows, its pieces with what is added, the steps down and along, how many
+    series = []
+    for rows, pieces in tiles:
+        pieces = [(cols, kind, edge(rows, cols, kind)) for cols, kind in pieces if not edge.is_empty(rows, cols)]
+        step = _step(series, rows, pieces) if series else None
+        if step is None:
+            if series: yield series
+            series = [rows, pieces, (0, 0), 0] if pieces else []
+        elif series[3] == 1: series[2] = step
+        if series: series[3] += 1
+    if series: yield series
+
+def _step(series, rows, pieces):  # how far a tile is from the first of a series, over their number, if it is the next one
+    first, others, step, n = series
+    size = lambda r: r.stop - r.start
+    shape = lambda rows, pieces: (size(rows), [(size(cols), kind) for cols, kind, _ in pieces])
+    like = lambda a, b: a is b or a is not None and b is not None and a.shape[:2] == (1, 1) and a.equal(b)
+    if shape(rows, pieces) != shape(first, others): return None
+    away = {(rows.start - first.start, cols.start - c.start) for (cols, _, _), (c, _, _) in zip(pieces, others)}
+    if len(away) != 1 or min(away)[1] < 0 or n > 1 and away != {(n * step[0], n * step[1])}: return None
+    return (step if n > 1 else away.pop()) if all(like(a, b) for (_, _, a), (_, _, b) in zip(pieces, others)) else None
+
+def _apart(x, where, step, n):  # (n, B, H, m, ...): runs of a length, at equal distances
+    x, m = x[:, :, where.start:], where.stop - where.start
+    return x.as_strided((n, *x.shape[:2], m, *x.shape[3:]), (step * x.stride(2), *x.stride()), x.storage_offset())
+
+def _together(x, where, step, n):  # as one tensor of four dimensions: the tiles are batch entries, which have the batch's heads
+    return x[:, :, where] if n == 1 else _apart(x, where, step, n).flatten(1, 2)
+
 def fused_forward(
     problem: AttentionProblem,  # without softcap and dropout
 ) -> tuple[Tensor, Tensor]:  # out (B, H, L, Ev), lse (B, H, L)
@@ -284,18 +314,18 @@ def fused_forward(
     empty = lambda: (torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf, dtype=problem.state_dtype))
     finite = functools.cache(lambda: is_finite(q, k))
     whole = None if len(tiles) == 1 else empty()
-    for rows, pieces in tiles:
+    for rows, pieces, (down, along), n in _series(tiles, edge):
         state = None
-        for cols, kind in pieces:
-            if edge.is_empty(rows, cols): continue
-            tile = edge(rows, cols, kind)
-            o, l = _fused_forward(q[:, :, rows], k[:, :, cols], v[:, :, cols], is_causal=kind == CORNER,
-                attn_mask=tile, scale=problem.scale)
+        for cols, kind, tile in pieces:
+            o, l = _fused_forward(_together(q, rows, down, n), _together(k, cols, along, n), _together(v, cols, along, n),
+                is_causal=kind == CORNER, attn_mask=tile, scale=problem.scale)
             o, l = _check_zeros(o, l, tile, finite)
             state = (o, l) if state is None else merge_states(*state, o, l)
-        if state is None: continue
         if len(tiles) == 1: whole = state
-        else: whole[0][:, :, rows], whole[1][:, :, rows] = state
+        else:
+            for total, part in zip(whole, state):
+                where = _apart(total, rows, down, n)
+                where.copy_(part.reshape(where.shape))
     out, lse = whole or empty()
     return out[:, :, :L, :Ev], lse[:, :, :L]
 

@@ -208,15 +208,17 @@ def _members(name, info, in_dims, args):  # the answers to a vmapped batch, and 
     start, dims = _STARTS[name][1], flat(in_dims)
     moving = {at for at, d in enumerate(in_dims) if any(x is not None for x in flat(d))}
     foldable = {*range(start, start + 3), *(range(4) if name.endswith("backward") else ())}
-    if moving <= foldable and args[start].shape[0] and not _counts_entries(name, args):
+    if moving <= foldable and info.batch_size and args[start].shape[0] and not _counts_entries(name, args):
         results = _fold(name, info, in_dims, args)
         return results, tree_map(lambda x: 0 if x.ndim > 2 else None, results)
     leaves, nesting = tree_flatten(args)
-    member = lambda n: tree_unflatten([x if d is None else x.select(d, n) for x, d in zip(leaves, dims)], nesting)
-    results = [call(name, *member(n)) for n in range(info.batch_size)]
-    results = tree_map(lambda *xs: torch.stack(xs), *results)
+    # of a batch without members: one of zeros, cut off
+    one = lambda x, d, n: x.select(d, n) if info.batch_size else x.new_zeros(x.movedim(d, 0).shape[1:])
+    member = lambda n: tree_unflatten([x if d is None else one(x, d, n) for x, d in zip(leaves, dims)], nesting)
+    results = [call(name, *member(n)) for n in range(max(1, info.batch_size))]
+    engine, results = results[0][3:4], tree_map(lambda *xs: torch.stack(xs)[:info.batch_size], *results)
     if name.endswith("backward"): return results, tree_map(lambda x: 0, results)
-    return (*results[:3], results[3][0]), (0, 0, 0, None)  # one engine answers all: they are alike
+    return (*results[:3], *engine), (0, 0, 0, None)  # one engine answers all: they are alike
 
 class _Function(torch.autograd.Function):
     # an operator for torch.func; arguments are flattened

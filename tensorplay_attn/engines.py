@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['ENGINES', 'MATH', 'TILED', 'OLDEST_TRITON', 'INTERPRETED_HEADS', 'LONGEST', 'WIDEST', 'KERNELS', 'FLASH', 'EFFICIENT',
-           'OMNI', 'CUDNN', 'Engine', 'register_engine', 'tiled_reasons', 'math_forward', 'math_backward',
-           'interpreting', 'kernel_reasons', 'memory_reasons', 'structural_reasons', 'common_reasons',
+           'OMNI', 'CUDNN', 'PACKED_ENGINES', 'Engine', 'register_engine', 'tiled_reasons', 'math_forward',
+           'math_backward', 'interpreting', 'kernel_reasons', 'memory_reasons', 'structural_reasons', 'common_reasons',
            'efficient_reasons', 'flash_reasons', 'decodes', 'flash_forward', 'flash_backward', 'efficient_forward',
            'efficient_backward', 'decodes_lists', 'omni_reasons', 'omni_forward', 'omni_backward',
-           'cudnn_machine_reasons', 'cudnn_problem_reasons', 'cudnn_reasons', 'cudnn_forward', 'cudnn_backward']
+           'cudnn_machine_reasons', 'cudnn_problem_reasons', 'cudnn_reasons', 'cudnn_forward', 'cudnn_backward',
+           'packed_reasons', 'packed_forward', 'packed_backward', 'dense_loop', 'dense_loop_backward']
 
 # %% ../nbs/30_engines.ipynb #93117c57
 import functools
 import importlib
 import os
 import re
+from dataclasses import replace
 from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from .problem import AttentionProblem
 from .reference import dense_forward
 from .gradients import Gradients, dense_backward
 from .tiled import tiled_backward, tiled_forward
+from .packed import PackedProblem, packed_loop, packed_loop_backward
 
 # %% ../nbs/30_engines.ipynb #1ee8ae12
 class Engine(NamedTuple):
@@ -250,3 +253,34 @@ def cudnn_backward(problem, out, lse, d_out, d_lse=None, need_dbias: bool = True
     return Gradients(*grads, None, None)
 
 CUDNN = register_engine(Engine("cudnn", cudnn_forward, cudnn_backward, cudnn_reasons))
+
+# %% ../nbs/30_engines.ipynb #027d3b45
+KERNELS["packed"] = "packed_forward", "packed_forward_tiny", "packed_backward_dq", "packed_backward_dkdv"
+
+def packed_reasons(problem: PackedProblem) -> list[str]:
+    "Why the packed kernels cannot answer."
+    keys = problem.k.shape[0] if problem.block_table is None else problem.block_table.shape[1] * problem.page_size
+    (E, Ev), reasons = problem.sizes[5:], common_reasons(replace(problem, max_q=problem.q.shape[0], max_k=keys))
+    if max(E, Ev) > WIDEST: reasons.append(f"FLASH_ATTENTION takes head sizes to {WIDEST}: {E=}, {Ev=}")
+    return reasons or _memory(problem, "packed")
+
+def packed_forward(problem: PackedProblem) -> tuple[Tensor, Tensor]:
+    "Page 25."
+    return _kernel("packed_forward", "varlen")(problem)
+
+def packed_backward(problem: PackedProblem, *answer: Tensor | None) -> Gradients:
+    "Page 25."
+    return _kernel("packed_backward", "varlen")(problem, *answer)
+
+def dense_loop(problem: PackedProblem) -> tuple[Tensor, Tensor]:
+    "Page 16, with all scores of a sequence."
+    return packed_loop(problem, dense_forward)
+
+def dense_loop_backward(problem: PackedProblem, *answer: Tensor | None) -> Gradients:
+    "Page 16, with all scores of a sequence."
+    return packed_loop_backward(problem, *answer, dense_backward)
+
+PACKED_ENGINES = {engine.name: engine for engine in (
+    Engine("flash", packed_forward, packed_backward, packed_reasons),
+    Engine("tiled", packed_loop, packed_loop_backward, tiled_reasons),
+    Engine("math", dense_loop, dense_loop_backward, lambda problem: []))}

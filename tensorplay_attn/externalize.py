@@ -175,7 +175,7 @@ def declaration(g: Graph) -> str:
     kind = "" if g.name == "main" else "noinline " if g.op is None else "private noinline "
     return f"coreai.graph {kind}@{g.name}({takes}) -> ({', '.join(map(named, g.outputs))}) attributes {{__coreai_pure__{decl}}} {{"
 
-def show(graphs: tuple[Graph, ...]) -> str:
+def show(graphs: tuple[Graph, ...]) -> str:  # of a program, the main one last
     "Graphs as text, each after those that it invokes."
     text = "module {\n"
     for g in graphs:
@@ -184,7 +184,7 @@ def show(graphs: tuple[Graph, ...]) -> str:
         text += f"    coreai.output{returns}\n  }}\n"
     return text + "}\n"
 
-def parse(text: str) -> tuple[Graph, ...]:
+def parse(text: str) -> tuple[Graph, ...]:  # of a whole program, as show writes it
     "What `show` wrote. Raises ValueError for another text, TypeError for what is none."
     if not isinstance(text, str): raise TypeError(f"text must be a str, not {type(text).__name__}")
     r, graphs = Reader(text), []
@@ -544,7 +544,7 @@ def _replace(graph, enter, leave, body, target, given, name):
 # %% ../nbs/38_externalize.ipynb #cb2b6211
 class CompositeProgram:
     "An exported program in which calls of chosen modules are one node each."
-    def __init__(self, program: ExportedProgram): self.program = program
+    def __init__(self, program: ExportedProgram): self.program = program  # with composites
 
     def __call__(self, *args, **kwargs): return self.module()(*args, **kwargs)
 
@@ -609,9 +609,8 @@ def _site_names(calls):  # the module's path; later calls of the same module get
     return names
 
 def export_composite(
-    model: torch.nn.Module,
-    args: tuple,
-    kwargs: dict | None = None,  # of a call of the model
+    model: torch.nn.Module,  # left as it was
+    args: tuple, kwargs: dict | None = None,  # of a call of the model
     *,
     externalize: list[type | ExternalizeSpec],  # which modules; a class is a plain sub-graph
     dynamic_shapes: dict | tuple | None = None,  # as for torch.export.export

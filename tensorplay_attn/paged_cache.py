@@ -122,8 +122,8 @@ class PagedCache(Books):
         heads: int, size: int,  # key heads, and their size
         value_size: int | None = None,  # None: size
         *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,  # floating; float64, float32, float16 or bfloat16
+        device: torch.device | str = "cpu",  # where the pool lies
     ):
         "Raises TypeError and ValueError for what is no size or no floating dtype."
         super().__init__(pages, page_size)

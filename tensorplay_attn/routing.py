@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from .problem import AttentionProblem, check_dense, check_number, check_sizes, heads, make_problem
 from .bias import CausalBias, add_causal_bias, as_causal_bias
-from .engines import ENGINES, Engine, interpreting, structural_reasons
+from .packed import PackedProblem
+from .engines import ENGINES, PACKED_ENGINES, Engine, interpreting, structural_reasons
 from .registry import active_engine
 
 # %% ../nbs/32_routing.ipynb #17e7d824
@@ -45,24 +46,35 @@ class Reasons(list):
         self.notes = tuple(notes)  # why the active implementation leaves the call to an engine of ours
 
 def backend_engine(
-    backend: SDPBackend,
-    problem: AttentionProblem,
+    backend: SDPBackend,  # one of DEFAULT_ORDER
+    problem: AttentionProblem | PackedProblem,  # its shapes, dtypes and devices are looked at
 ) -> tuple[Engine | None, Reasons]:  # the engine, and why it cannot run this problem
     "One backend's answer to a problem."
     other = active_engine() if backend == SDPBackend.FLASH_ATTENTION else None
-    notes = [f"{other.name}: {reason}" for reason in other.reasons(problem)] if other else []
+    notes = [f"{other.name}: {reason}" for reason in _others_reasons(other, problem)] if other else []
     if other and not notes: return other, Reasons()
     engine, reasons = _our_engine(backend, problem)
     return engine, Reasons(reasons + notes if reasons else (), notes)
 
+def _others_reasons(other, problem):
+    if not isinstance(problem, PackedProblem): return other.reasons(problem)
+    return ["it is not asked for packed sequences: their offsets say which query has keys, and routing reads no values"]
+
 def _our_engine(backend, problem):
     if backend not in BACKEND_ENGINES: return None, ["no device has registered an attention of its own"]
+    if isinstance(problem, PackedProblem): return _packed_engine(backend, problem)
     if problem.mods is not None: return _user_engine(backend, problem)
     engine, more = ENGINES[BACKEND_ENGINES[backend]], []
     if engine.name in ("flash", "efficient") and problem.q.device.type == "cpu" and not interpreting():
         more = structural_reasons(problem) if engine.name == "flash" else []
         engine = ENGINES["tiled"]
     return engine, engine.reasons(problem) + more
+
+def _packed_engine(backend, problem):
+    name = BACKEND_ENGINES[backend]
+    if name not in PACKED_ENGINES: return None, [f"{backend.name} has no attention of packed sequences"]
+    if name == "flash" and problem.q.device.type == "cpu" and not interpreting(): name = "tiled"
+    return PACKED_ENGINES[name], PACKED_ENGINES[name].reasons(problem)
 
 def _user_engine(backend, problem):  # for user functions: kernels, or on a CPU what runs every function; the dense engine if asked for
     name = "omni" if backend == SDPBackend.EFFICIENT_ATTENTION else BACKEND_ENGINES[backend]
@@ -174,7 +186,7 @@ class SDPAParams(NamedTuple):
         show = lambda x: f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
         return f"SDPAParams({', '.join(f'{n}={show(x)}' for n, x in zip(self._fields, self))})"
 
-def pose(params: SDPAParams) -> AttentionProblem:
+def pose(params: SDPAParams) -> AttentionProblem:  # the call
     "The problem a recorded call asks; raises as the call itself would."
     if not isinstance(params, SDPAParams):
         raise TypeError(f"params must be SDPAParams, not {type(params).__name__}")
@@ -183,7 +195,9 @@ def pose(params: SDPAParams) -> AttentionProblem:
         seed=torch.zeros(2, dtype=torch.int64))[0]
 
 # %% ../nbs/32_routing.ipynb #7dd78760
-def reasons_by_backend(problem: AttentionProblem) -> dict[SDPBackend, Reasons]:
+def reasons_by_backend(
+    problem: AttentionProblem | PackedProblem,  # its shapes, dtypes and devices are looked at
+) -> dict[SDPBackend, Reasons]:  # in the default order
     "For each backend, why it would not answer a problem here and now; an empty list when it would."
     def reasons(backend):
         forbidden = [] if backend in permitted_backends() else [f"sdpa_kernel does not permit {backend.name}"]
@@ -192,13 +206,13 @@ def reasons_by_backend(problem: AttentionProblem) -> dict[SDPBackend, Reasons]:
     return {backend: reasons(backend) for backend in DEFAULT_ORDER}
 
 def explain_routing(
-    params: SDPAParams,
+    params: SDPAParams,  # the call
 ) -> dict[SDPBackend, Reasons]:  # in the default order; an empty list: this backend may run
     "Why each backend may or may not answer this call. Raises what the call itself would raise."
     return reasons_by_backend(pose(params))
 
 def choose(
-    problem: AttentionProblem,
+    problem: AttentionProblem | PackedProblem,  # its shapes, dtypes and devices are looked at
 ) -> tuple[SDPBackend, Engine]:
     "The first permitted backend that has no reason against it. None: RuntimeError with all reasons."
     for backend in permitted_backends():
@@ -226,21 +240,21 @@ def _can_use(backend, params, debug):
     return not reasons
 
 def can_use_flash_attention(
-    params: SDPAParams,
+    params: SDPAParams,  # the call
     debug: bool = False,  # warn each reason
 ) -> bool:
     "Would FLASH_ATTENTION run this call in the current sdpa_kernel context?"
     return _can_use(SDPBackend.FLASH_ATTENTION, params, debug)
 
 def can_use_efficient_attention(
-    params: SDPAParams,
+    params: SDPAParams,  # the call
     debug: bool = False,  # warn each reason
 ) -> bool:
     "Would EFFICIENT_ATTENTION run this call in the current sdpa_kernel context?"
     return _can_use(SDPBackend.EFFICIENT_ATTENTION, params, debug)
 
 def can_use_cudnn_attention(
-    params: SDPAParams,
+    params: SDPAParams,  # the call
     debug: bool = False,  # warn each reason
 ) -> bool:
     "Would CUDNN_ATTENTION run this call in the current sdpa_kernel context?"

@@ -38,6 +38,7 @@ SLICES = {
         "--target sm_90 --dtype bfloat16 --E 128 --causal",
     "user sm_80": "--kernel omni_forward:relative --kernel omni_backward:relative --kernel omni_decode:documents --target sm_80 --dtype float16 "
         "--E 128 --causal",
+    "user 64": "--kernel omni_forward:relative --kernel omni_backward:relative --target sm_80 --dtype float16 --dtype float32 --E 64 --causal",
     "user fp32": "--kernel omni_backward:documents --kernel omni_decode:relative --target sm_90 --dtype float32 --E 64 --full",
     "user others": "--kernel omni_forward:relative --target sm_100 --target gfx942 --dtype bfloat16 --E 128 --causal",
     "others": "--kernel flash_forward --target sm_100 --target gfx942 --dtype bfloat16 --E 128 --causal",

@@ -300,6 +300,7 @@ def test_autocast_checkpoints_and_transforms(layer):
     many = torch.stack([q, q + 1, 2 * q])
     assert torch.vmap(layer, in_dims=(0, None, None))(many, k, v)[2].equal(layer(2 * q, k, v))
     assert torch.vmap(torch.func.grad(loss))(many)[0].equal(want)
+    assert torch.vmap(torch.func.grad(loss))(many[:0]).shape == (0, *q.shape)  # a batch without members
     params = {"slopes": layer.slopes.detach()}
     by_params = torch.func.grad(lambda p: torch.func.functional_call(layer, p, (q, k, v)).square().sum())(params)
     assert by_params["slopes"].equal(torch.autograd.grad(layer(q, k, v).square().sum(), layer.slopes)[0])

@@ -1,12 +1,18 @@
 """The surface of `tensorplay.nn.attention`: its names and signatures beside PyTorch's and, where `make peers` put it, TensorPlay's; and its page:
 every snippet, table and sentence that states a behaviour, run with only the import lines changed."""
+import ast
 import contextlib
 import enum
+import functools
 import importlib.util
 import inspect
 import io
+import json
+import textwrap
 import threading
+import tokenize
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,3 +245,59 @@ def test_a_switch_does_not_reach_another_thread():
         (thread := threading.Thread(target=lambda: seen.append(sdpa().shape))).start()
         thread.join()
     assert seen == [Q.shape]
+
+
+# ---------------------------------------------------------------- every public name: a lesson that calls it, and words beside each parameter
+
+PUBLIC = {"": tensorplay_attn.__all__,
+    "bias": ["CausalVariant", "CausalBias", "causal_upper_left", "causal_lower_right"],
+    "functional": ["scaled_dot_product_attention", "AuxRequest", "AuxOutput"],
+    "omni_attention": ["omni_attention", "AuxRequest", "AuxOutput"],
+    "varlen": ["varlen_attn", "varlen_attn_out", "AuxRequest"],
+    "paged_cache": ["Books", "PagedCache"],
+    "sdpa": ["SDPA", "window_pair"],
+    "externalize": ["ExternalizeSpec", "export_composite", "CompositeProgram", "parse", "show", "to_onnx"],
+    "registry": ["FA3", "FlashHandle", "flash_kernel", "activate_flash_attention_impl", "register_flash_attention_impl"],
+    "routing": ["SDPAParams", "SDPBackend", "backend_engine", "choose", "explain_routing", "permitted_backends", "pose", "reasons_by_backend",
+                "sdpa_kernel"],
+    "interop.onnx": ["attention_node", "node_problem", "node_cases"],
+    "interop.onnx_flex": ["flex_attention_node", "flex_problem", "evaluator", "run_onnx"],
+    "interop.transformers": ["register_with_transformers", "unregister_with_transformers", "attention_problem"]}
+NAMES = [(module, name) for module, names in PUBLIC.items() for name in names]
+
+
+def named(code):
+    "Every name that some code uses, in code within its strings too; of an import the module, and not what it brings."
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name): yield node.id
+        elif isinstance(node, ast.Attribute): yield node.attr
+        elif isinstance(node, ast.ImportFrom): yield from (node.module or "").split(".")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "import " in node.value:
+            with contextlib.suppress(SyntaxError): yield from named(node.value)
+
+
+@functools.cache
+def lessons():
+    cells = [c for nb in (Path(__file__).parents[1] / "nbs").glob("*.ipynb") for c in json.loads(nb.read_text(encoding="utf-8"))["cells"]]
+    code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    code = [x for x in code if not x.startswith("%") and "#| export" not in x and "#| eval: false" not in x]
+    return {name for source in code for name in named(source)}
+
+
+def silent(definition, source):
+    "Parameters of a function with no comment in their line."
+    lines = {t.start[0] for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT}
+    a = definition.args
+    return [x.arg for x in (*a.args, a.vararg, *a.kwonlyargs, a.kwarg) if x and x.arg != "self" and x.end_lineno not in lines]
+
+
+@pytest.mark.parametrize("module, name", NAMES, ids=[f"{m}.{n}".lstrip(".") for m, n in NAMES])
+def test_every_public_name_is_shown_and_told(module, name):
+    x = getattr(importlib.import_module(f"tensorplay_attn.{module}".rstrip(".")), name)
+    assert name in lessons(), f"no lesson uses {name}"
+    if not callable(x): return
+    assert x.__dict__.get("__doc__") if inspect.isclass(x) else x.__doc__, f"{name} has no docstring"
+    source = textwrap.dedent(inspect.getsource(x))
+    made = ast.parse(source).body
+    if inspect.isclass(x): made = [f for f in made[0].body if isinstance(f, ast.FunctionDef) and f.name in ("__init__", "forward")]
+    assert [n for f in made for n in silent(f, source)] == [], f"{name} has parameters without a word"

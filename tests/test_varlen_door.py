@@ -16,9 +16,12 @@ from tensorplay_attn.functional import scaled_dot_product_attention
 from tensorplay_attn.omni_attention import omni_attention
 from tensorplay_attn.packed import equal_sequences, make_packed, packed_loop, packed_loop_backward, rows_of, sequence
 from tensorplay_attn.paged_cache import Books, PagedCache
+from tensorplay_attn import registry
+from tensorplay_attn.registry import (FlashHandle, activate_flash_attention_impl as activate, flash_kernel,
+                                      register_flash_attention_impl as register, restore_flash_attention_impl as restore)
 from tensorplay_attn.reference import dense_forward
-from tensorplay_attn.routing import SDPBackend, sdpa_kernel
-from tensorplay_attn.varlen import AuxRequest, choose_packed, pack, packed_reasons_by_backend, varlen_attn, varlen_attn_out
+from tensorplay_attn.routing import SDPBackend, choose, reasons_by_backend, sdpa_kernel
+from tensorplay_attn.varlen import AuxRequest, pack, varlen_attn, varlen_attn_out
 
 NAN = float("nan")
 FLASH, MATH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION
@@ -264,17 +267,17 @@ def test_backends(monkeypatch):
     problem = make_packed(q, q, q, cu, cu, 4, 4)
     for interpret, name in (("1", "flash"), ("0", "tiled")):
         monkeypatch.setenv("TRITON_INTERPRET", interpret)
-        assert choose_packed(problem).name == name
-        with sdpa_kernel(MATH): assert choose_packed(problem).name == "math"
+        assert choose(problem)[1].name == name
+        with sdpa_kernel(MATH): assert choose(problem)[1].name == "math"
     with sdpa_kernel([EFFICIENT, SDPBackend.CUDNN_ATTENTION]):
-        reasons = packed_reasons_by_backend(problem)
+        reasons = reasons_by_backend(problem)
         with pytest.raises(RuntimeError) as e: varlen_attn(q, q, q, cu, cu, 4, 4)
     assert all(f"{b.name}: {'; '.join(r)}" in str(e.value) for b, r in reasons.items()) and all(reasons.values())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     wide = torch.randn(4, 1, 264)
-    assert choose_packed(make_packed(wide, wide, wide, cu, cu, 4, 4)).name == "math"
+    assert choose(make_packed(wide, wide, wide, cu, cu, 4, 4))[1].name == "math"
     many = torch.zeros(5000, dtype=torch.int32)
-    assert "interpreter" in packed_reasons_by_backend(make_packed(q, q, q, many, many, 4, 4))[FLASH][0]
+    assert "interpreter" in reasons_by_backend(make_packed(q, q, q, many, many, 4, 4))[FLASH][0]
 
 
 def test_backward_is_the_forwards_engine(monkeypatch):
@@ -334,6 +337,49 @@ def test_meta_fake_autocast_and_twice():
     for backend in (FLASH, MATH):
         with sdpa_kernel(backend): grad, = torch.autograd.grad(varlen_attn(*args, enable_gqa=True).sum(), args[0], create_graph=True)
         with pytest.raises(RuntimeError, match="derivatives are taken once"): torch.autograd.grad(grad.sum(), args[0])
+
+
+def test_somebody_elses_kernel_is_not_asked():
+    "And says so beside the answer; what packed sequences were told without it, they are told with it."
+    asked = []
+    register("packed test", register_fn=lambda: FlashHandle(flash_kernel(lambda problem: asked.append(problem))))
+    q, cu = torch.randn(4, 2, 8), offsets([4])
+    problem, want = make_packed(q, q, q, cu, cu, 4, 4), varlen_attn(q, q, q, cu, cu, 4, 4)
+    before = reasons_by_backend(problem)
+    activate("packed test")
+    try:
+        told = reasons_by_backend(problem)
+        assert told == before and ["packed test: it is not asked for packed sequences" in n for n in told[FLASH].notes] == [True]
+        assert varlen_attn(q, q, q, cu, cu, 4, 4).equal(want) and not asked
+        wide = torch.randn(4, 2, 8, device="meta")
+        with sdpa_kernel(FLASH), pytest.raises(RuntimeError, match="it is not asked for packed sequences"): choose(make_packed(wide, wide, wide,
+            cu.to("meta"), cu.to("meta"), 4, 4))
+    finally:
+        restore()
+        registry._IMPLS.pop("packed test")
+
+
+def test_torch_func(way):
+    "Its gradients are autograd's; under vmap each member has its own answer; chunked, nested, and with offsets of its own."
+    torch.manual_seed(13)
+    q, k, v, cu_q, cu_k, *most = tensors([3, 0, 4], [4, 1, 5], spare=1)
+    def loss(q, k, v, cu=cu_q):
+        out, lse = varlen_attn(q, k, v, cu, cu_k, *most, window_size=(-1, 0), enable_gqa=True, return_aux=LSE)
+        return out[:7].square().sum() + lse[:, :7].nan_to_num(neginf=0).sum()
+    want = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    plain = [x.detach() for x in (q, k, v)]
+    assert all(map(torch.equal, torch.func.grad(loss, (0, 1, 2))(*plain), want))
+    assert all(map(torch.equal, torch.func.vjp(loss, *plain)[1](torch.ones(())), want))
+    qs, cus = torch.stack([plain[0], 2 * plain[0], -plain[0]]), torch.stack([cu_q, offsets([1, 1, 4]), cu_q])
+    for chunk in (None, 2):
+        got = torch.func.vmap(torch.func.grad(loss, (0, 2)), (0, None, None, 0), chunk_size=chunk)(qs, *plain[1:], cus)
+        assert all(torch.equal(a[n], b) for n in range(3) for a, b in zip(got, torch.func.grad(loss, (0, 2))(qs[n], *plain[1:], cus[n])))
+    none = torch.func.vmap(torch.func.grad(loss, (0, 2)), (0, None, None, 0))(qs[:0], *plain[1:], cus[:0])
+    assert [g.shape for g in none] == [(0, 8, 4, 16), (0, *v.shape)]
+    inner = torch.vmap(torch.vmap(loss, (0, None, None)), (None, 0, None))(qs, torch.stack([plain[1], 2 * plain[1]]), plain[2])
+    torch.testing.assert_close(inner, torch.stack([torch.stack([loss(x, y, plain[2]) for x in qs]) for y in (plain[1], 2 * plain[1])]))
+    with pytest.raises(RuntimeError, match="derivatives are taken once"): torch.func.grad(lambda x: torch.func.grad(loss)(x, *plain[1:]).sum())(qs[0])
+    with pytest.raises(ValueError, match="cu_seq_q must start at 0"): torch.vmap(loss, (None, None, None, 0))(*plain, cus.flip(1))
 
 
 # into a tensor that is there

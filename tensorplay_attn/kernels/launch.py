@@ -247,6 +247,7 @@ _table("decode", [*NVIDIA, "gfx942"],
     ((4, 64), (16, 16, 4, 2), "few queries; multiply-adds with rows of operands in registers: 32 keys would spill"),
     ((4, 128), (16, 16, 8, 2), "few queries; rows of 128, so 8 warps"),
     ((4, ANY), (16, 16, 8, 1), "few queries; rows of 256, the smallest tile"))
+_table("decode", ["sm_90"], ((4, 64), (16, 16, 8, 2), "few queries; 8 warps, as 4 and a user's mask would spill"))
 _table("decode_merge", [*NVIDIA, "gfx942"], ((4, ANY), (16, 16, 4, 1), "16 states at a time: a sum, no product"))
 
 # a user's functions take registers for indices, and for what they read: rows that hold a table of relative positions, read element by element
@@ -254,21 +255,27 @@ _table("omni_forward", ["sm_90"],
     ((2, 128), (128, 64, 8, 2), "as flash attention, but beside 128 keys a table's elements would spill"),
     ((2, ANY), (64, 32, 8, 2), "as flash attention, but beside 64 keys a table's elements would spill"))
 _table("omni_forward", ["sm_80"],
-    ((2, 64), (64, 64, 4, 3), "as flash attention, but beside 128 rows a table's elements would spill; two programs"),
+    ((2, 64), (64, 32, 4, 3), "as flash attention, but 128 rows or 64 keys and their table's elements would spill"),
     ((2, 128), (64, 32, 8, 2), "as flash attention, but 128 rows or 64 keys and their table's elements would spill"))
 _table("omni_forward", ["sm_100"],
     ((2, 64), (128, 64, 8, 2), "128 rows are what one tcgen05 instruction takes; a table's elements take the third stage's room"),
     ((2, 128), (128, 64, 8, 2), "128 rows are what one tcgen05 instruction takes; a table's elements take the third stage's room"))
+_table("omni_forward", NVIDIA, ((4, 64), (16, 32, 8, 2), "as flash attention, but 32 rows or 4 warps and a table's elements would spill"))
 _table("omni_forward", ["gfx942"], ((2, ANY), (32, 32, 4, 1), "8 rows of 256 columns for each wave, for registers"))
 _table("omni_backward_dq", ["sm_90"], ((2, 128), (64, 32, 4, 2), "as flash attention, but 64 keys and their table's elements would spill"),
     ((2, ANY), (64, 16, 8, 2), "as flash attention, with as few keys as can be, and some bytes are spilled yet"))
 _table("omni_backward_dq", ["sm_100"], ((2, 128), (128, 32, 8, 2), "as flash attention, but 64 keys and their table's elements would spill"))
 _table("omni_backward_dq", ["sm_80"], ((2, 64), (64, 32, 4, 2), "as flash attention, but 64 keys and their table's elements would spill"),
     ((2, 128), (64, 32, 8, 2), "as flash attention, but 64 keys and their table's elements would spill"))
-_table("omni_backward_dkdv", ["sm_80"], ((2, 128), (32, 64, 8, 2), "as flash attention, but 64 queries and their table's elements would spill"))
+_table("omni_backward_dkdv", ["sm_80"],
+    ((2, 128), (32, 64, 8, 2), "as flash attention, but 64 queries and their table's elements would spill"),
+    ((4, 64), (16, 32, 8, 2), "as flash attention, but 8 warps, as 4 and a table's elements would spill"))
+_table("omni_backward_dkdv", ["sm_100"],
+    ((2, 128), (64, 64, 8, 2), "as flash attention, but 128 keys and their table's elements would spill"))
 _table("omni_backward_dkdv", ["gfx942"], ((2, 64), (32, 64, 4, 1), "as flash attention, but 64 queries and their table's elements would spill"))
 _table("omni_backward_tensors", ["sm_90"], ((2, 128), (64, 32, 4, 2), "as the kernel for dq, but 64 keys, an address each, would spill"))
 _table("omni_backward_tensors", ["sm_80"],
+    ((2, 64), (64, 32, 4, 2), "as the kernel for dq, but 64 keys, an address each, would spill"),
     ((2, 128), (64, 32, 8, 2), "as the kernel for dq, but 64 keys, an address each, would spill"),
     ((2, ANY), (32, 16, 8, 1), "as the kernel for dq, but 32 keys, an address each, would spill"))
 
@@ -336,17 +343,21 @@ SHARED: dict[tuple[str, str], tuple[int | None, ...]] = {
     ("efficient_backward_dbias", "sm_90"): (32768, 65536, 98304, 24576, 32768, None),
     ("efficient_backward_dbias", "sm_100"): (None, 65544, None, 24576, 32768, None),
     ("efficient_backward_dbias", "gfx942"): (None, None, 16384, None, None, 8192),
-    ("omni_forward", "sm_80"): (73728, 45056, 77824, 32896, 45120, 49152),  # of a table of relative positions; others may take a little more
-    ("omni_forward", "sm_90"): (131072, 131072, 106496, 32896, 45120, 49152),
+    ("omni_forward", "sm_80"): (40960, 45056, 77824, 24640, 45120, 49152),  # of a table of relative positions; others may take a little more
+    ("omni_forward", "sm_90"): (131072, 131072, 106496, 24640, 45120, 49152),
+    ("omni_forward", "sm_100"): (82464, 131616, 107040, 24640, 45120, None),
     ("omni_forward", "gfx942"): (32768, 32768, 16384, 16384, 32768, 32768),
     ("omni_backward_dq", "sm_80"): (32768, 61440, 65536, 28672, 53248, 65536),
     ("omni_backward_dq", "sm_90"): (65536, 73728, 102400, 28672, 53248, 65536),
+    ("omni_backward_dq", "sm_100"): (106544, 122928, 155696, 28672, 53248, None),
     ("omni_backward_dq", "gfx942"): (16384, 16384, 16384, 8192, 16384, 16384),
     ("omni_backward_dkdv", "sm_80"): (57600, 61696, 81920, 28800, 34944, 66560),
     ("omni_backward_dkdv", "sm_90"): (66560, 115712, 139520, 28800, 34944, 66560),
+    ("omni_backward_dkdv", "sm_100"): (115264, 148032, 172352, 28800, 34944, None),
     ("omni_backward_dkdv", "gfx942"): (8192, 16384, 16384, 8192, 16384, None),
-    ("omni_backward_tensors", "sm_80"): (49152, 57344, 36864, 24576, 51200, 65536),
+    ("omni_backward_tensors", "sm_80"): (32768, 57344, 36864, 24576, 51200, 65536),
     ("omni_backward_tensors", "sm_90"): (65536, 73728, 139264, 24576, 51200, 65536),
+    ("omni_backward_tensors", "sm_100"): (73760, 139296, 139296, 24576, 51200, None),
     ("omni_backward_tensors", "gfx942"): (16384, 16384, 16384, 8192, 16384, None),
     ("packed_forward", "sm_80"): (40960, 98304, None, 22592, 43072, None),
     ("packed_forward", "sm_90"): (65536, 131072, 163840, 22592, 43072, None),
@@ -360,9 +371,9 @@ SHARED: dict[tuple[str, str], tuple[int | None, ...]] = {
     ("packed_forward_tiny", "sm_80"): (23040, 43520, None, 17408, 33792, None),
     ("packed_forward_tiny", "sm_90"): (23040, 43520, 40960, 17408, 33792, None),
     ("packed_forward_tiny", "sm_100"): (None, 43520, None, 17408, 33792, None),
-    ("decode", "sm_80"): (20480, 41984, None, 14336, 27648, None),  # along lists, with a table; plain decoding takes a little less
-    ("decode", "sm_90"): (20480, 41984, 45056, 14336, 27648, None),
-    ("decode", "sm_100"): (None, 41984, None, 14336, 27648, None),
+    ("decode", "sm_80"): (23552, 41984, 44032, 14336, 26688, 49152),  # along lists, with a table; plain decoding takes a little less
+    ("decode", "sm_90"): (23552, 41984, 44032, 14336, 26688, 49152),
+    ("decode", "sm_100"): (23552, 41984, 44032, 14336, 26688, None),
     ("decode_merge", "sm_80"): (1024, 2048, 2048, 1024, 2048, 2048),
     ("decode_merge", "sm_90"): (1024, 2048, 2048, 1024, 2048, 2048),
     ("decode_merge", "sm_100"): (1024, 2048, 2048, 1024, 2048, 2048),

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PACKAGE', 'TRUTH', 'KEPT', 'INNOCENT', 'USUAL', 'FIELDS', 'CRITERIA', 'SEEING', 'SUMS', 'NUMBERS', 'BACKWARD',
-           'DROPOUT', 'USERS', 'MUTANTS', 'HEADER', 'Mutant', 'planted', 'copied', 'exchanged', 'judged', 'lse_alone',
-           'asked_for', 'Fate', 'judging', 'ordered', 'face', 'truth', 'plain_attention', 'plain', 'mean_within',
-           'largest_within', 'close_within', 'usual', 'alarms', 'false_alarms', 'seen', 'settle', 'Server', 'fates',
-           'line', 'counts', 'lesson', 'chosen', 'mutants_command']
+           'DROPOUT', 'USERS', 'PACKED', 'MUTANTS', 'HEADER', 'Mutant', 'planted', 'copied', 'exchanged', 'judged',
+           'Fate', 'judging', 'ordered', 'face', 'truth', 'plain_attention', 'plain', 'mean_within', 'largest_within',
+           'close_within', 'usual', 'alarms', 'false_alarms', 'seen', 'settle', 'Server', 'fates', 'line', 'counts',
+           'lesson', 'chosen', 'mutants_command']
 
 # %% ../../nbs/52_mutants.ipynb #56aa3a69
 import ast
@@ -39,7 +39,7 @@ from ..problem import AttentionProblem, everything
 from ..reference import dense_forward, dropout_factor, mask_scores, soft_cap
 from ..gradients import dense_backward
 from . import cases, conformance, refusals, suites
-from .cases import NAMES, Blocked, Call, Case, Truth, from_catalogue, make_call, pose
+from .cases import NAMES, Call, Case, Truth, make_call, pose
 from .conformance import Column
 
 # %% ../../nbs/52_mutants.ipynb #45173796
@@ -100,7 +100,8 @@ def copied(
         yield package
 
 # %% ../../nbs/52_mutants.ipynb #73f1031c
-TRUTH = ("accuracy", "problem", "masks", "scores", "mods", "block_mask", "dropout", "reference", "gradients", "bounds", "interop.onnx")
+TRUTH = ("accuracy", "problem", "masks", "scores", "mods", "block_mask", "dropout", "reference", "gradients", "bounds", "packed",
+    "interop.onnx", "interop.onnx_flex")
 KEPT = {cases: TRUTH, suites: TRUTH, refusals: ("masks", "interop.onnx"), conformance: ("accuracy",)}  # by the judge's modules
 
 @functools.cache
@@ -125,36 +126,6 @@ def judged(package: ModuleType):
         yield
 
 # %% ../../nbs/52_mutants.ipynb #18369cc3
-def lse_alone(column: Column, call: Call, truth: Truth) -> list[cases.Finding]:
-    "A loss on lse and nothing else: the gradients that a loss on both gives where the output's is 0."
-    leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
-    if "return_aux" not in column.words: raise cases.Cannot("returns no lse")
-    with column.around(): _, aux = column.function(*leaves, return_aux=conformance.AuxRequest(lse=True))
-    grads = torch.autograd.grad(aux.lse, leaves, call.d_lse.to(aux.lse.dtype), allow_unused=True, materialize_grads=True)
-    want = column.answer(replace(call, d_out=torch.zeros_like(call.d_out)))
-    return cases.same_bits(dict(zip(("dq", "dk", "dv"), grads)), {n: want[n] for n in ("dq", "dk", "dv")})
-
-def _earlier(device): return _before
-def _before(b, h, q_idx, kv_idx): return kv_idx < q_idx
-
-def _last(device):  # a table whose last entry alone is seen, in a block of 36
-    table = torch.arange(100, device=device)
-    def last_of_a_table(b, h, q_idx, kv_idx): return table[kv_idx] > 98
-    return last_of_a_table
-
-def asked_for() -> list[Case]:
-    "Cases that mutants asked for: without each of them one would live."
-    two_pieces = dict(label="two-pieces", mask="bool:L,S", edit=suites.put("attn_mask", 2, False), L=20, S=4096, B=1, H=1)
-    tiles, one = dict(label="tiles", dropout_p=0.3, L=300, S=20, B=1, H=1), from_catalogue("by_head", 2, 3, 100, 129, BLOCK_SIZE=16)
-    strict = dict(label="strict", score="", users="", L=40, S=40, edit=suites.say(block_mask=Blocked("earlier", _earlier, (None, None, 40, 40), 16)))
-    picks = {"head": (slice(None), 2), "last-head": (slice(None), -1), "batch": 1}
-    picked = [Case(f"T10/pick/by_head-{n}", "T10", suites.nothing, partial(suites.changed, "__getitem__", replace(one, then=partial(suites._at, x),
-        cut=partial(suites._picked, x, 16)))) for n, x in picks.items()]
-    alone = cases.only("backward", cases.both("R12", [dict(label="lse-alone", d_lse=True)], lse_alone))
-    table = Case("T9/last-of-a-table", "T9", suites.nothing, partial(suites.exact, Blocked("last", _last, (None, None, 100, 100), 64)))
-    return [*picked, *alone, table] + cases.both("R4", [two_pieces], cases.quietly) + cases.both("R14", [tiles]) + cases.both("T11", [strict])
-
-# %% ../../nbs/52_mutants.ipynb #355bdc88
 @dataclass
 class Fate:
     "What became of a mutant."
@@ -171,8 +142,7 @@ class Fate:
 def judging() -> tuple[list[Case], frozenset[str]]:
     "All cases but ONNX's, which ask engines only, and which of them are quick."
     names = [n for n in suites.SUITES if n != "onnx"]
-    every = {c.id: c for c in (*(c for n in names for c in suites.suite(n)), *asked_for())}
-    return list(every.values()), frozenset(c.id for n in names for c in suites.suite(n, quick=True))
+    return [c for n in names for c in suites.suite(n)], frozenset(c.id for n in names for c in suites.suite(n, quick=True))
 
 def ordered(mutant: Mutant, quick_only: bool = False) -> list[Case]:
     "The cases, in the order in which it meets them."
@@ -657,7 +627,41 @@ USERS = [
         ("T11",), "T11/strict/score-none/mask-none/L40-S40/float32/forward"),
 ]
 
-MUTANTS = [*SEEING, *SUMS, *NUMBERS, *BACKWARD, *DROPOUT, *USERS]
+# %% ../../nbs/52_mutants.ipynb #76778eb7
+PACKED = [
+    Mutant("offsets of the neighbour", "packed", "_rows(problem.cu_k[n].tolist(), S, device)", "_rows(problem.cu_q[n].tolist(), S, device)",
+        "keys are taken from where the queries lie", ("T14",), "T14/ragged/all"),
+    Mutant("lower right of the pack", "packed", "shift=k.shape[2] - q.shape[2])", "shift=problem.max_k - problem.max_q)",
+        "every sequence is aligned as the longest ones are", ("T14",), "T14/tall/window"),
+    Mutant("tail not zeroed", "packed", "problem.q.new_zeros(T, H, Ev)", "problem.q.new_full((T, H, Ev), math.nan)",
+        "rows behind the last offset keep what memory held", ("pytorch#176793",), "faults/pytorch#176793"),
+    Mutant("tail has an lse", "packed", "problem.q.new_full((H, T), -math.inf, dtype=problem.state_dtype)",
+        "problem.q.new_zeros((H, T), dtype=problem.state_dtype)", "and an lse of 0", ("T14",), "T14/ragged/all"),
+    Mutant("stale rows of a page", "packed", "return self.cu_k.diff() if self.seqused_k is None else self.seqused_k",
+        "return self.cu_k.diff() if self.seqused_k is None else -(-self.seqused_k // self.page_size) * self.page_size",
+        "the last page is read to its end", ("T14", "vllm-PR#30887"), "T14/pages/ragged/causal"),
+    Mutant("pages in the pool's order", "packed", "problem.block_table[n][:, j // page].long()",
+        "problem.block_table[n].sort()[0][:, j // page].long()",
+        "a sequence's pages are read in the order in which they lie", ("T14",), "T14/pages/ragged/causal"),
+    Mutant("gradient to the first page", "packed", "total[page, :len(rows)] += rows", "total[pages[0], :len(rows)] += rows",
+        "every page's gradient lands on the first", ("T14",), "T14/pages/ragged/causal"),
+    Mutant("offsets that start anywhere", "packed", "return [(cu[0] == 0, lambda", "return [(cu[0] >= 0, lambda",
+        "tokens before the first offset are lost", ("T14",), "T14/refuses/offsets-that-do-not-start-at-0"),
+    Mutant("a page given twice", "paged_cache", "self.idle.pop() for _ in range(count))", "self.idle[-1] for _ in range(count))",
+        "a page that was given out is still free", ("T14",), "T14/from-a-cache"),
+    Mutant("one token behind", "paged_cache", "used = max([len(self.owned[n]) for n in sequences], default=0), [self.used[n] for n in sequences]",
+        "used = max([len(self.owned[n]) for n in sequences], default=0), [self.used[n] - 1 for n in sequences]",
+        "a cache hands out its sequences without their last token", ("T14",), "T14/from-a-cache"),
+    Mutant("window W or W + 1", "sdpa", "return (window_size - 1, min(", "return (window_size, min(", "a window of W keys has W + 1",
+        ("transformers#39408", "C3"),
+        "C3/module/lower_right/scale-1.5/causal/bool-LxS/H4-Hkv1-L5-S7-E11-Ev13/float32/forward"),
+    Mutant("module upper left", "sdpa", 'alignment="lower_right"', 'alignment="upper_left"', "the module's queries stand at the first keys",
+        ("C3",), "C3/module/lower_right/scale-1.5/causal/bool-LxS/H4-Hkv1-L5-S7-E11-Ev13/float32/forward"),
+    Mutant("a module's mask wins", "sdpa", "is_causal=self.is_causal, scale", "is_causal=self.is_causal and attn_mask is None, scale",
+        "a mask replaces causal", ("C3",), "C3/module/lower_right/scale-1.5/causal/bool-LxS/H4-Hkv1-L5-S7-E11-Ev13/float32/forward"),
+]
+
+MUTANTS = [*SEEING, *SUMS, *NUMBERS, *BACKWARD, *DROPOUT, *USERS, *PACKED]
 
 # %% ../../nbs/52_mutants.ipynb #2f1537ed
 def line(fate: Fate) -> str:

@@ -7,6 +7,7 @@ __all__ = ['WORST', 'unit_roundoff', 'smallest', 'confidence', 'Form', 'form', '
            'Verdict', 'judge', 'poison']
 
 # %% ../nbs/01_accuracy.ipynb #ffd6b945
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,6 +39,7 @@ class Form(NamedTuple):
 
 WORST = Form(1, 1.0, 1.0)
 
+@functools.cache
 def form(
     probabilistic: bool = True,
     failure: float = 1e-9,  # per element

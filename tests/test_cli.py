@@ -55,7 +55,8 @@ def test_strangers_decide(tmp_path):
     done = run("verify", *named, "--no-torch", "--case", "R3/default/causal/L5-S9/float32/forward", cwd=tmp_path)
     assert done.returncode == 1 and "failures: stranger:wrong 1, stranger:deadly 1\n" in done.stdout, done.stdout + done.stderr
     assert "stranger:wrong: R3/" in done.stdout and "stranger:right: R3/" not in done.stdout
-    assert done.stdout.count("the process died of SIGABRT") == 1 and "alone: tensorplay-attn verify --case 'R3/" in done.stdout
+    assert done.stdout.count("the process died of SIGABRT") == 2  # told, and again above the lines that bring it back
+    assert "--case 'R3/default/causal/L5-S9/float32/forward' --impl stranger:wrong\n" in done.stdout
 
 
 def test_a_file_and_this_process(tmp_path):
@@ -77,6 +78,9 @@ def test_lists():
     (["--engine", "fast"], "'math', 'tiled'"),
     (["--impl", "no_colon", "--case", "R3/*"], "module:function"), (["--impl", "json:nothing", "--case", "R3/*"], "nothing"),
     (["--engine", "flash"], "set TRITON_INTERPRET=1"), (["--engine", "cudnn"], "CUDA"), (["--device", "nowhere"], "nowhere"),
+    (["--impl", "json:dumps", "--unsupported", "sink: a slip", "--case", "R3/*"], "unsupported='sink'"),
+    (["--impl", "json:dumps", "--unsupported", "sinks", "--case", "R3/*"], "needs a reason"), (["--unsupported", "sinks: later"], "there is none"),
+    (["--case", "R5/*/backward", "--forward-only"], "--list names them"),
     (["--impl", "nowhere.py:f", "--case", "R3/*"], "nowhere.py"), (["--impl", "json:__name__", "--case", "R3/*"], "callable"),
 ])
 def test_wrong_options_are_status_2(wrong, words):
@@ -117,6 +121,7 @@ def test_without_any_extra(tmp_path):
 
 def test_the_rest_of_the_command():
     assert call("--version").output.strip() == f"tensorplay-attn, version {__version__}"
-    assert {"verify", "bench"} <= set(call("--help").output.split())
+    assert {"verify", *cli.COMMANDS} <= set(call("--help").output.split())
+    assert all(isinstance(cli.main.get_command(click.Context(cli.main), n), click.Command) for n in cli.COMMANDS)
     assert cli.main.get_command(click.Context(cli.main), "bench").name == "bench" and call("bench", "--help").exit_code == 0
     assert cli.main.get_command(click.Context(cli.main), "nothing") is None

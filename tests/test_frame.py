@@ -66,7 +66,8 @@ def test_every_module_comes_from_a_notebook():
 
 
 def test_sub_packages_are_empty():
-    assert [p for p in PACKAGE.rglob("*/__init__.py") if p.parent != PACKAGE and p.read_text().strip()] == []
+    "All but `evidence`, which hands on the judge's public names when they are first used."
+    assert {p.parent.name for p in PACKAGE.rglob("*/__init__.py") if p.parent != PACKAGE and p.read_text().strip()} == {"evidence"}
 
 
 def imported(code):

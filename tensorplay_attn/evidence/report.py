@@ -13,7 +13,7 @@ from collections import Counter
 from datetime import date
 from html import escape
 from statistics import median
-from .conformance import FAIL, PASS, TITLES, Record, Results, cell, differences, summary, versions, why_not
+from .conformance import FAIL, PASS, TITLES, Record, Results, again, cell, differences, summary, versions, why_not
 
 # %% ../../nbs/58_report.ipynb #c267ea62
 LOW, HIGH = -4, 1  # decades of the axis
@@ -86,10 +86,12 @@ h1{font-size:1.7rem;margin:0}h2{font-size:1.2rem;margin:2.2rem 0 .4rem}p{max-wid
 .verdict{font-size:1.15rem;font-weight:600}.good{color:var(--good)}.bad{color:var(--bad)}.wide{overflow-x:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.92rem}
 th,td{text-align:left;padding:.2rem .8rem .2rem 0;border-bottom:1px solid var(--line);vertical-align:top}
-td.n,th.n{text-align:right;white-space:nowrap}code,pre{font:.85em/1.45 ui-monospace,monospace}
+td.n,th.n{text-align:right}td.n{white-space:pre}code,pre,td.n{font:.85em/1.45 ui-monospace,monospace}
 pre{background:var(--stripe);padding:.6rem;overflow-x:auto;white-space:pre-wrap;overflow-wrap:anywhere}td code{overflow-wrap:anywhere}
+.rows td:first-child,.rows th:first-child{position:sticky;left:0;background:var(--paper)}
+@media(max-width:40rem){th,td{padding-right:.5rem}.rows td:first-child{max-width:9em}}
 details{margin:.3rem 0}summary{cursor:pointer}svg{width:100%;min-width:42rem;height:auto;display:block}
-.key{display:inline-block;width:1.1em;height:.55em;border-radius:2px;margin:0 .35em 0 1em}.k0{background:#3b82c4}.k1{background:#d97706}
+.name{display:inline-block;margin-right:1em}.key{display:inline-block;width:1.1em;height:.55em;border-radius:2px;margin-right:.35em}.k0{background:#3b82c4}.k1{background:#d97706}
 .k2{background:#2f9e62}.k3{background:#b05cc6}.k4{background:#c2410c}.k5{background:#64748b}"""
 
 PAGE = """<!doctype html>
@@ -104,7 +106,8 @@ PAGE = """<!doctype html>
 <h2>Rows by columns</h2>
 <p>Passed / failed / could not be asked, and the worst error that passed as a share of its bound. The bound of each element follows from
 the arithmetic; a share above 100 % fails.</p>
-<div class="wide"><table><tr><th>row</th>{% for c in results.columns %}<th class="n">{{ c.name }}</th>{% endfor %}</tr>
+<div class="wide"><table class="rows"><tr><th>row</th>
+{% for c in results.columns %}<th class="n">{{ c.name.replace(":", ":\u200b") }}</th>{% endfor %}</tr>
 {% for row in results.rows %}<tr><td>{{ row }} <span class="soft">{{ titles.get(row, "") }}</span></td>
 {% for c in results.columns %}{% set of = results.of(row, c.name) %}
 <td class="n {{ 'bad' if of | selectattr('status', 'equalto', 'fail') | list }}">{{ cell(of) }}</td>{% endfor %}</tr>
@@ -115,7 +118,7 @@ the arithmetic; a share above 100 % fails.</p>
 <h2>How close to the bound</h2>
 <p>For each row and column a line from the smallest to the largest share, a small dot at the middle, a large one at the largest. A cross
 is a failure; those that are not a matter of size stand at the right end.</p>
-<p>{% for c in results.columns %}<span class="key k{{ loop.index0 % 6 }}"></span>{{ c.name }}{% endfor %}</p>
+<p>{% for c in results.columns %}<span class="name"><span class="key k{{ loop.index0 % 6 }}"></span>{{ c.name }}</span> {% endfor %}</p>
 <div class="wide">{{ shares | safe }}</div>
 <p>All outputs and gradients of all cases, each column's tallest bar of equal height:</p>
 <div class="wide">{{ spread | safe }}</div>
@@ -124,7 +127,7 @@ is a failure; those that are not a matter of size stand at the right end.</p>
 {% for r in results.failures %}<details {{ "open" if loop.index < 6 }}><summary><b>{{ r.column }}</b> <code>{{ r.case }}</code></summary>
 <pre>{{ r.what }}: {{ r.message }}
 {{ r.call }}
-alone: tensorplay-attn verify --case '{{ r.case }}'</pre></details>{% else %}<p>None.</p>{% endfor %}
+alone: {{ again(r, results) }}{{ "\n\n" ~ r.snippet if r.snippet }}</pre></details>{% else %}<p>None.</p>{% endfor %}
 
 <h2>Where others differ from the rule</h2>
 {% if theirs %}<p>Failures of one kind, shown by their smallest input. They decide nothing; a difference may be a fault, or another rule.</p>
@@ -164,4 +167,4 @@ def to_html(results: Results) -> str:
         for r in results.of(row): by.setdefault(r.case, []).append(r)
         return by.items()
     return template().render(results=results, css=CSS, summary=summary(results), versions=versions(), today=date.today().isoformat(), titles=TITLES,
-        cell=cell, shares=share_plot(results), spread=histogram(results), theirs=theirs, cannot=why_not(results), cases=cases)
+        cell=cell, shares=share_plot(results), spread=histogram(results), theirs=theirs, cannot=why_not(results), cases=cases, again=again)

@@ -264,11 +264,11 @@ def lse_alone(column, call: Call, truth: Truth) -> list[Finding]:
     "A loss on lse and nothing else: the gradients that a loss on both gives where the output's is 0."
     if "return_aux" not in column.words: raise Cannot("returns no lse")
     if reason := column.cannot(call): raise Cannot(reason)
+    want = column.answer(replace(call, d_out=torch.zeros_like(call.d_out)))
     call = on_device(call, column.device)
     leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
     with column.around(): _, aux = column.function(*leaves, return_aux=AuxRequest(lse=True))
     grads = torch.autograd.grad(aux.lse, leaves, call.d_lse.to(aux.lse.dtype), allow_unused=True, materialize_grads=True)
-    want = column.answer(replace(call, d_out=torch.zeros_like(call.d_out)))
     return same_bits({n: g.cpu() for n, g in zip(("dq", "dk", "dv"), grads)}, {n: want[n] for n in ("dq", "dk", "dv")})
 
 def row_12() -> list[Case]:

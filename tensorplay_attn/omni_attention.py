@@ -70,7 +70,7 @@ def with_mods(
     block_mask: BlockMask | None,
     options: dict,  # of kernels
 ) -> AttentionProblem:
-    "The problem with a user's functions, traced, and a block mask that fits. A mask that is a window is said as one."
+    "The problem with a user's functions, traced, and a block mask that fits. A mask that is a window is said as one, if there is none."
     (B, H, _, L, S, _, _), device = problem.sizes, problem.q.device
     score, mask, read, asked, blocks = None, None, (), (), None
     if score_mod is not None:
@@ -81,7 +81,7 @@ def with_mods(
         block_mask.check_fits(B, H, L, S, mask.uses)
         if block_mask.kv_indices.device != device:
             raise ValueError(f"the block mask is on another device than query: {block_mask.kv_indices.device=}, {device=}")
-        window = None if block_mask.built_for is None else window_of(mask)
+        window = None if block_mask.built_for is None or problem.window != (-1, -1) else window_of(mask)
         if window is not None: problem, mask, asked = replace(problem, window=window[0], shift=window[1]), None, ()
         else: blocks, mask = block_mask.blocks(), None if mask.nodes[-1].args == (True,) and not mask.uses else mask
     return replace(problem, mods=Mods(score, mask, (*read, *asked), blocks, options=tuple(options.items())) if score or blocks else None)

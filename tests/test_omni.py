@@ -2,6 +2,7 @@
 import functools
 import gc
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tensorplay_attn.engines import ENGINES
 from tensorplay_attn.functional import scaled_dot_product_attention
 from tensorplay_attn.masks import CATALOGUE, and_masks, causal_mask, create_mask, document_mask, or_masks, padding_mask, window_mask
 from tensorplay_attn.omni_attention import with_mods
-from tensorplay_attn.problem import restrict
+from tensorplay_attn.problem import make_problem, restrict
 from tensorplay_attn.routing import pose_call
 from tensorplay_attn.scores import SCORES, chain_scores
 
@@ -368,3 +369,14 @@ def test_partials_methods_and_modules():
     want = omni_attention(q, k, v, lambda s, b, h, i, j: s * w[h])
     for mod in (module, module.mod, functools.partial(lambda w, s, b, h, i, j: s * w[h], w)): assert omni_attention(q, k, v, mod).equal(want)
     assert torch.autograd.grad(omni_attention(q, k, v, module).square().sum(), module.w)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("window", [(-1, 3), (3, -1), (2, 2)])
+def test_a_window_and_a_mask_that_is_a_window_both_hold(window):
+    q, distance = torch.randn(1, 2, 40, 8), torch.arange(40)[:, None] - torch.arange(40)
+    causal = create_block_mask(causal_mask(), None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+    left, right = (math.inf if n < 0 else n for n in window)
+    problem = with_mods(make_problem(q, q, q, window_size=window), None, causal, {})
+    want = make_problem(q, q, q, (distance >= 0) & (distance <= left) & (-distance <= right))
+    out, lse, _ = attend(problem)
+    assert all(v.ok for v in judge_forward(want, out, lse).values())

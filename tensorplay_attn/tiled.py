@@ -489,7 +489,7 @@ def _forward(problem, need_max):
         out, lse, top = join_forward(problem, _fused_parts(problem),
             lambda part: (*fused_forward(part), None))
     else: out, lse, top = join_forward(problem, _head_parts(problem), walk_forward)
-    if not is_finite(out):
+    if not is_finite(out, lse.clamp(min=0)):  # without a value column only lse tells
         if B > 1: return join_forward(problem, _sequences(problem), lambda part: _forward(part, need_max))
         return join_forward(problem.to(problem.state_dtype), _row_parts(problem), dense_forward)
     return (out, lse, top) if sinks is None else (*add_sink(out, lse, sinks), top)
@@ -515,7 +515,7 @@ def _backward(problem, out, lse, d_out, d_lse, need_dbias):
     again = lambda part, *answer: _backward(_alone(part), *answer, need_dbias)
     ragged = problem.kv_lengths is not None or isinstance(problem.shift, Tensor)
     if ragged: return join_backward(problem, _sequences(problem), again, out, lse, d_out, d_lse)
-    fused = _is_linear(problem) and not (need_dbias and problem.bias is not None)
+    fused = _is_linear(problem) and problem.scale != 0 and not (need_dbias and problem.bias is not None)
     sums = [] if problem.mods is None else problem.mods.sums(dtype)
     delta = None if fused and problem.sinks is None else row_delta(out, d_out, d_lse, dtype)
     if 0 in (B, H, L, S): grads = join_backward(problem, [], None, out, lse, d_out, d_lse)

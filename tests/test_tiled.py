@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from problems import random_problem
+from tensorplay_attn.autograd import attend
 from tensorplay_attn.bounds import judge_backward, judge_forward
 from tensorplay_attn.engines import MATH, TILED
 from tensorplay_attn.gradients import dense_backward
@@ -161,3 +162,17 @@ def test_keys_past_the_length_are_never_read():
         grads = engine.backward(problem, out, lse, torch.ones_like(out), torch.ones_like(lse))
         assert out.isfinite().all() and (out[1] == 0).all() and (lse[1] == -math.inf).all()
         assert all(g.isfinite().all() for g in grads[:3]) and (grads.dk[0, :, 7:] == 0).all() and (grads.dq[1] == 0).all()
+
+
+def test_a_row_of_nan_that_sees_nothing_and_has_no_values():
+    q, k = torch.tensor([[1.0], [math.nan]])[None, None], torch.ones(1, 1, 1, 1)
+    problem = make_problem(q, k, k[..., :0], torch.tensor([[True], [False]]))
+    for engine in ("math", "tiled"): assert attend(problem, engine)[1].flatten().tolist() == [1, -math.inf]
+
+
+def test_a_scale_of_zero_times_nan_is_nan():
+    q, k, v = torch.ones(3, 1, 1, 1, 1).mul(torch.tensor([1, 1, math.nan]).view(3, 1, 1, 1, 1)).unbind()
+    for engine in ("math", "tiled"):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        dq, dk, dv = torch.autograd.grad(attend(make_problem(*leaves, scale=0.0), engine)[0].sum(), leaves)
+        assert dq.isnan().all() and dk.isnan().all() and dv.item() == 1

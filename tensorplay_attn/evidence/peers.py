@@ -307,6 +307,7 @@ class Cause:
     does: str
     right: str  # row of the contract, and why
     varies: bool = False  # how often depends on the machine's rounding, or on luck
+    reports: str = ""  # public reports of the same thing
 
     def explains(self, r: Record) -> bool:
         "Whether a failure is of this kind."
@@ -315,7 +316,7 @@ class Cause:
 CAUSES = [
     # ---- TensorPlay
     Cause("tensorplay,torch-math", "Explicit attn_mask should not be set", "refuses a mask together with is_causal",
-        "R1: everything composes; the mask and the triangle are their AND"),
+        "R1: everything composes; the mask and the triangle are their AND", reports="pytorch#118972, pytorch#187801"),
     Cause("tensorplay", "must share the last dimension", "refuses values of another head size than the queries'",
         "R1: the answer has the values' head size"),
     Cause("tensorplay", r"shape '\[.*' is invalid for input", "fails on every call with enable_gqa", "R9: head h reads key head h // G"),
@@ -374,17 +375,22 @@ CAUSES = [
     Cause("hf-eager,onnx,onnxruntime", r"float16/|bfloat16/|autocast", "keeps scores or weights in half precision",
         "R11: state is fp32", varies=True),
     # ---- PyTorch
-    Cause("torch-math", "(^R8/|#30887).*got nan", "lets NaN in hidden keys and values through", "R8: what no query sees is never read"),
-    Cause("torch-flash", "got 0, right nan", "answers 0 for a query that is NaN, with few keys", "R8: NaN is never turned into a number"),
-    Cause("torch-flash", "(^R8/|#30887).*got nan", "lets NaN in hidden keys and values through", "R8: what no query sees is never read"),
-    Cause("torch-flash", "scale-(-0|0).*got nan", "gives NaN for causal with a scale of 0 or less", "section 1: any finite scale"),
+    Cause("torch-math", "(^R8/|#30887).*got nan", "lets NaN in hidden keys and values through", "R8: what no query sees is never read",
+        reports="pytorch#101967"),
+    Cause("torch-flash", "got 0, right nan", "answers 0 for a query that is NaN, with few keys", "R8: NaN is never turned into a number",
+        reports="pytorch#141128"),
+    Cause("torch-flash", "(^R8/|#30887).*got nan", "lets NaN in hidden keys and values through", "R8: what no query sees is never read",
+        reports="pytorch#101967"),
+    Cause("torch-flash", "scale-(-0|0).*got nan", "gives NaN for causal with a scale of 0 or less", "section 1: any finite scale",
+        reports="pytorch#105190"),
     Cause("torch-flash", "Dimension (out of range|specified)", "fails on masks of fewer than two dimensions", "R6: masks of 0 to 4 dimensions"),
     Cause("torch-math,torch-flash", "Expected attn_mask dtype", "refuses a mask of another floating dtype",
         "R6: floating masks of any floating dtype"),
     Cause("torch-math,torch-flash", "^R5/.*dbias: missing", "gives no gradient to a mask when E = 0", "R6: a floating mask has a gradient"),
     Cause("torch-flex", "Expected reduction dim|ZeroDivisionError|is no tensor but", "fails on tensors with nothing in them",
-        "R5: empty results of the right shape"),
-    Cause("torch-math,torch-flash", "#141218", "answers for query heads that have no key heads", "R9: H is a multiple of Hkv, and 0 has none"),
+        "R5: empty results of the right shape", reports="pytorch#147010"),
+    Cause("torch-math,torch-flash", "#141218", "answers for query heads that have no key heads", "R9: H is a multiple of Hkv, and 0 has none",
+        reports="pytorch#141218, pytorch#128690"),
     Cause("torch-flex", "same batch size", "wants equal batches without a block mask", "R10: batch 1 stands for all"),
 ]
 
@@ -393,8 +399,8 @@ def cause_of(record: Record) -> str:
     return next((c.does for c in CAUSES if c.explains(record)), "")
 
 def story(found: list[dict], peer: str) -> str:
-    "What was found about one of them: what it does, how often and where; the smallest input and what came; what is right."
-    right, told = {c.does: c.right for c in CAUSES}, []
+    "What was found about one of them: what it does, how often and where; the smallest input and what came; what is right; who reported it."
+    right, told = {c.does: c.right + f" (reported: {c.reports})" * bool(c.reports) for c in CAUSES if peer in c.peers.split(",")}, []
     for f in found:
         if f["peer"] != peer: continue
         told += [f"{f['does']} ({f['count']} in {' '.join(f['rows'])})", f"    {f['case']}", f"    {f['got']}", f"    {right.get(f['does'], '')}"]

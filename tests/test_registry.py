@@ -434,7 +434,8 @@ def test_a_good_kernel_is_found_good(monkeypatch):
     results = judged(flash_kernel(dense, knows=WORDS), monkeypatch)
     assert [(r.case, r.what, r.message) for r in results.failures] == []
     assert {r.row for r in results.of(status="pass")} >= {f"R{n}" for n in range(1, 18)}, "a row was never put to it"
-    assert len(results.of(status="pass")) > 4 * len(results.of(status="cannot"))
+    asked = [r for r in results.records if r.row.startswith("R")]  # the other rows speak of other doors
+    assert sum(r.status == "pass" for r in asked) > 4 * sum(r.status == "cannot" for r in asked)
 
 
 def forgets_the_corner(problem):

@@ -1,6 +1,6 @@
 # `make verify` and `make test` make the environment (.venv) by themselves; later runs start at once.
 .DEFAULT_GOAL := help
-.PHONY: verify test export lint nb bench gpu peers docs clean help
+.PHONY: verify test export lint nb bench gpu peers docs serve clean help
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -45,6 +45,9 @@ peers: $(PEERS)/.ready  ## other implementations, installed beside us: does page
 
 docs: $(READY)  ## build the site: _docs/index.html
 	$(ENV) $(BIN)/python docs/adapt.py _docs
+
+serve: docs  ## build the site and show it at http://127.0.0.1:8000 (PORT=8000)
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory _docs $(or $(PORT),8000)
 
 clean:  ## remove what was made here, the environment included
 	rm -rf .venv $(PEERS) _docs _report build dist *.egg-info .pytest_cache .ruff_cache

@@ -4,6 +4,7 @@ Exported cells stay on the page with their source; their signatures and paramete
 import enum
 import functools
 import inspect
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from execnb.nbio import mk_cell, write_nb
 from fastcore.docments import docments
 from nbdev import processors
 from nbdev.process import NBProcessor
+from site_pages import pages
 from sphinx.cmd.build import build_main
 
 ROOT = Path(__file__).parents[1]
@@ -107,6 +109,7 @@ def reference(
     for name in mod.__all__:
         obj = getattr(mod, name)
         parts += [f"({label[name]})=\n## {name}", described(obj)]
+        if cell := SOURCES.get(label[name]): parts.append(f"[Its cell](#{cell}) on the page that derives it.")
         for n in vars(obj) if isinstance(obj, type) and not isinstance(obj, enum.EnumType) else ():
             f = getattr(obj, n)
             if n[0] != "_" and (inspect.isroutine(f) or isinstance(f, property)) and f.__doc__: parts += [f"### {name}.{n}", described(f)]
@@ -122,24 +125,83 @@ def exported() -> dict:  # module -> notebook, in the order of the notebooks
 
 def toctree(caption, names): return "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```"])
 
+def defined(source: str, names) -> list:  # of those names, the ones that a cell defines
+    "By its text, so that nothing has to run."
+    return [n for n in names if re.search(rf"^(?:def|class) {re.escape(n)}\b|^(?:\w+, )*{re.escape(n)}(?:, \w+)*(?:: [^=]+)? = ", source, re.M)]
+
+def with_sources(
+    cells: list,  # of a processed notebook
+    module: str,  # that it exports
+) -> list:  # the cells, each exported one with an anchor and a line that leads to its entries in the API reference
+    found = []
+    for cell in cells:
+        if "exported" in cell.metadata.get("tags", []) and (names := defined(cell.source, labels(module))):
+            anchors = "\n".join(f"({labels(module)[n].replace('tensorplay_attn', 'source', 1)})=" for n in names[:1])
+            links = ", ".join(f"[{n}](#{labels(module)[n]})" for n in names)
+            found.append(mk_cell(f"{anchors}\n{{.source}}\nReference: {links}", "markdown"))
+            SOURCES.update({labels(module)[n]: labels(module)[names[0]].replace("tensorplay_attn", "source", 1) for n in names})
+        found.append(cell)
+    return found
+
+SOURCES = {}  # label of an entry -> label of the cell that defines it
+
+def where(name, names, modules) -> str:
+    "A line below the title: the room, the pages this one builds on, and those that build on it."
+    needs = {s: set() for s in names}
+    for m, s in modules.items():
+        text = inspect.getsource(import_module(m))
+        base = m.split(".")[:-1]
+        for dots, rest in re.findall(r"^from (\.+)(\w[\w.]*)? import", text, re.M):
+            needs.setdefault(s, set()).add(modules.get(".".join([*base[:len(base) - len(dots) + 1], rest])))
+    here = [n for n in names if room(n) == room(name)]
+    above, below = sorted(x for x in needs[name] if x and x != name), [n for n in names if name in needs[n] and n != name]
+    line = [f"{room(name)}, page {here.index(name) + 1} of {len(here)}."]
+    for what, who in (("Builds on", above), ("Used by", below)):
+        if who: line.append(f"{what} " + ", ".join(f"[](./{w}.ipynb)" for w in who[:8]) + (f" and {len(who) - 8} more." if len(who) > 8 else "."))
+    return "{.where}\n" + " ".join(line)
+
+def room(name): return ROOMS[max(k for k in ROOMS if k <= name)]
+
+def book(names, heads) -> str:
+    "Every notebook in order, with what it is about."
+    parts = []
+    for title, here in groupby(names, room):
+        parts += [f"### {title}", "\n".join(f"- [{n[:2]} {heads[n][0]}]({n}.ipynb): {heads[n][1]}" for n in here)]
+    return "\n\n".join(parts)
+
 def lay_out(out: Path):
     "Write the sources that Sphinx reads."
     modules, names = exported(), sorted(p.stem for p in (ROOT / "nbs").glob("[0-9]*.ipynb"))
+    modules = {m: s for m, s in modules.items() if s in names}
     links = functools.reduce(lambda a, m: labels(m) | a, modules, {})  # a name that two modules have is the lower one's,
     own = {s: links | labels(m) for m, s in modules.items()}  # but for the page of the other
-    trees = [toctree(ROOMS[first], list(here)) for first, here in groupby(names, lambda n: max(k for k in ROOMS if k <= n))]
-    trees += [toctree("API", [f"api/{m.partition('.')[2]}" for m in modules]), toctree("Project", ["contributing", "changelog"])]
-    for name in [*names, "index"]:
+    heads, module_of = {}, {s: m for m, s in modules.items()}
+    for name in names:
         nb = NBProcessor(ROOT / f"nbs/{name}.ipynb", procs=Pages().procs(), process=True).nb
+        first = "".join(json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8"))["cells"][0]["source"])
+        title, line = re.match(r"# (.*?)\n+> (.*)", first, re.S).groups()
+        heads[name] = title, " ".join(re.sub(r"^> ", "", line, flags=re.M).split("\n\n")[0].split())
         for cell in nb.cells:
             if cell.cell_type == "markdown": cell.source = link(cell.source, own.get(name, links))
+        nb.cells.insert(1, mk_cell(where(name, names, modules), "markdown"))
+        if name in module_of: nb.cells = with_sources(nb.cells, module_of[name])
+        save_page(nb, out / f"{name}.ipynb")
+    rooms = [toctree(title, list(here)) for title, here in groupby(names, room)]
+    trees = [toctree("Start", ["start", "gallery", "coming_from", "glossary"]), *rooms]
+    trees += [toctree("API", [f"api/{m.partition('.')[2]}" for m in modules]), toctree("Project", ["contributing", "changelog"])]
+    for name, nb in pages(book(names, heads)).items():
+        for cell in nb.cells:
+            if cell.cell_type == "markdown": cell.source = link(cell.source, links)
         if name == "index": nb.cells.append(mk_cell("\n\n".join(trees), "markdown"))
-        nb.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
-        write_nb(nb, out / f"{name}.ipynb")
+        save_page(nb, out / f"{name}.ipynb")
     texts = {name.lower(): (ROOT / f"{name}.md").read_text(encoding="utf-8") for name in ("CONTRIBUTING", "CHANGELOG")}
     texts = {name: link(text, links) for name, text in texts.items()}
     texts |= {f"api/{m.partition('.')[2]}": link(reference(m, s), own[s]) for m, s in modules.items()}
     for name, text in texts.items(): (out / f"{name}.md").write_text(text, encoding="utf-8")
+
+def save_page(nb, path):
+    nb.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
+    write_nb(nb, path)
 
 def build(
     target: Path,  # folder of the built site; what was there is replaced

@@ -16,7 +16,7 @@ author = copyright = "The tensorplay_attn authors"
 version = release = tensorplay_attn.__version__
 
 extensions = ["myst_nb", "sphinx_copybutton"]
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_block"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # pages show the committed outputs; the tests execute them
 nb_merge_streams = True
@@ -25,6 +25,7 @@ html_theme = "furo"
 pygments_dark_style = "github-dark"
 html_title = f"{project} {version}"
 html_static_path = ["static"]
+html_favicon = "static/icon.svg"
 html_css_files = ["pages.css"]
 html_math_renderer = "mathml"
 html_copy_source = False

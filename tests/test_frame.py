@@ -14,7 +14,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from fontTools.ttLib import TTFont
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, NBS = ROOT / "tensorplay_attn", ROOT / "nbs"
@@ -226,28 +225,3 @@ def test_install_carries_the_package_and_nothing_else(tmp_path):
     needs = {name(r) for r in dist.requires if "extra ==" not in r}
     assert needs == {"torch", "triton", "numpy", "rich", "click"}
     assert [e.name for e in dist.entry_points if e.group == "console_scripts"] == ["tensorplay-attn"]
-
-
-# ---------------------------------------------------------------- the site
-
-def test_site(tmp_path):
-    "Builds without a warning; every page is there; formulas are static; nothing is fetched from elsewhere."
-    run(sys.executable, "docs/adapt.py", str(tmp_path / "site"))
-    pages = {p.relative_to(tmp_path / "site"): p.read_text(encoding="utf-8") for p in (tmp_path / "site").rglob("*.html")}
-    assert {f"{n}.html" for n in sources()} <= {str(p) for p in pages}
-    for path, html in pages.items():
-        assert not re.search(r'<(?:script|link|img)\b[^>]*?(?:src|href)="(?:https?:)?//', html), f"{path} fetches from elsewhere"
-        prose = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", html, flags=re.S)
-        assert not re.search(r"\$\$|#\| *\w", prose), f"{path} shows raw text"
-    shown = [n for n, cells in sources().items() if any(c["cell_type"] == "markdown" and "$$" in "".join(c["source"]) for c in cells)]
-    assert shown and all('<math display="block">' in pages[Path(f"{n}.html")] for n in shown)
-    letters = set("".join(re.findall(r"<math.*?</math>", "".join(pages.values()), re.S)))
-    with TTFont(tmp_path / "site/_static/math.woff") as font:
-        assert "MATH" in font and len(letters & set(map(chr, font.getBestCmap()))) > 100, "the formulas' own font"
-
-
-def test_a_formula_that_cannot_be_read_fails_the_site(tmp_path):
-    (tmp_path / "index.md").write_text("# Title\n\nText.\n\n$$\\frac{a}$$\n")
-    done = subprocess.run([sys.executable, "-m", "sphinx", "-q", "-W", "-c", str(ROOT / "docs"), str(tmp_path), str(tmp_path / "out")],
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 and re.search(r"index\.md:5: \w+: formula: ", done.stderr), done.stderr

@@ -29,7 +29,7 @@ class Browser:
             if said.get("id") == self.number: return said["result"]
             self.events.append(said)
 
-    def read(self): return json.loads(self.loop.run_sync(self.socket.read_message, timeout=30))
+    def read(self): return json.loads(self.loop.run_sync(self.socket.read_message, timeout=120))
 
     def ask(self, expression): return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 

@@ -335,6 +335,8 @@ CAUSES = [
     Cause("tensorplay", "d[qkv]: got nan", "gives NaN as gradients of rows that see nothing", "R4: gradients through them are exactly 0"),
     Cause("tensorplay", "shapes must match|leading dims must match", "refuses a batch of 1 beside a larger one", "R10: batch 1 stands for all"),
     Cause("tensorplay", "native_dropout: p must be in", "refuses dropout_p = 1", "R14: it gives zeros"),
+    Cause("tensorplay", "^R17/alone.*bits differ", "rounds an entry differently alone and in a batch", "R17: an element does not depend on the others",
+        varies=True),
     Cause("tensorplay", "died of SIGFPE", "divides by the number of key heads, 0, and kills the process",
         "section 3: nothing that is passed may crash the process"),
     # ---- Core AI
@@ -378,7 +380,7 @@ CAUSES = [
     Cause("torch-math", "(^R8/|#30887).*got nan", "lets NaN in hidden keys and values through", "R8: what no query sees is never read",
         reports="pytorch#101967"),
     Cause("torch-flash", "got 0, right nan", "answers 0 for a query that is NaN, with few keys", "R8: NaN is never turned into a number",
-        reports="pytorch#141128"),
+        varies=True, reports="pytorch#141128"),  # few: fewer than a vector register holds
     Cause("torch-flash", "(^R8/|#30887).*got nan", "lets NaN in hidden keys and values through", "R8: what no query sees is never read",
         reports="pytorch#101967"),
     Cause("torch-flash", "scale-(-0|0).*got nan", "gives NaN for causal with a scale of 0 or less", "section 1: any finite scale",

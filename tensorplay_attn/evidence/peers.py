@@ -335,7 +335,7 @@ CAUSES = [
     Cause("tensorplay", "d[qkv]: got nan", "gives NaN as gradients of rows that see nothing", "R4: gradients through them are exactly 0"),
     Cause("tensorplay", "shapes must match|leading dims must match", "refuses a batch of 1 beside a larger one", "R10: batch 1 stands for all"),
     Cause("tensorplay", "native_dropout: p must be in", "refuses dropout_p = 1", "R14: it gives zeros"),
-    Cause("tensorplay", "^R17/alone.*bits differ", "rounds an entry differently alone and in a batch", "R17: an element does not depend on the others",
+    Cause("tensorplay", "^R17/alone.*bits differ", "rounds an entry differently alone and in a batch", "R17: an element depends on no other",
         varies=True),
     Cause("tensorplay", "died of SIGFPE", "divides by the number of key heads, 0, and kills the process",
         "section 3: nothing that is passed may crash the process"),

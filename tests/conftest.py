@@ -25,3 +25,12 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
 def registered_as_before():
     "What a test registers is forgotten after it: names have no other way to go, and tests run in any order."
     with patch.dict(registry._IMPLS): yield
+
+
+@pytest.fixture
+def one_thread():
+    "What is small takes longer on two threads."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

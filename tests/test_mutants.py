@@ -4,7 +4,6 @@ import sys
 from dataclasses import asdict, replace
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from tensorplay_attn.evidence import conformance, mutants
@@ -13,12 +12,7 @@ from tensorplay_attn.evidence.mutants import (CRITERIA, INNOCENT, MUTANTS, Fate,
 from tensorplay_attn.evidence.suites import REPORTS, reports
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def named(name): return next(m for m in MUTANTS if m.name == name)

@@ -17,12 +17,7 @@ from tensorplay_attn.evidence.properties import EDITS, LAYOUTS, PROPERTIES, ask,
 from tensorplay_attn.functional import scaled_dot_product_attention as ours
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def judged(spec, column, name):

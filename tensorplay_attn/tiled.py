@@ -489,7 +489,7 @@ def _forward(problem, need_max):
         out, lse, top = join_forward(problem, _fused_parts(problem),
             lambda part: (*fused_forward(part), None))
     else: out, lse, top = join_forward(problem, _head_parts(problem), walk_forward)
-    if not is_finite(out, lse.clamp(min=0)):  # without a value column only lse tells
+    if not is_finite(out if out.numel() else lse.clamp(min=0)):  # without a value column only lse tells
         if B > 1: return join_forward(problem, _sequences(problem), lambda part: _forward(part, need_max))
         return join_forward(problem.to(problem.state_dtype), _row_parts(problem), dense_forward)
     return (out, lse, top) if sinks is None else (*add_sink(out, lse, sinks), top)

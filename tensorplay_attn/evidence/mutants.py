@@ -419,7 +419,7 @@ SUMS = [
         "lse of two parts counts from the first, not the larger", ("R2",), "R2/lengths/upper_left/softcap-2/sinks/L6-S9/float32/forward"),
     Mutant("NaN cleaned up", "tiled", "return out.to(problem.q.dtype), lse, top", "return out.nan_to_num().to(problem.q.dtype), lse, top",
         "whatever is NaN becomes 0", ("cubecl#1070", "R8"), "R8/nan-in-seen-query/float32/forward"),
-    Mutant("0 times NaN", "tiled", "if not is_finite(out):", "if False:", "a weight of 0 meets a value of NaN that nobody sees", ("R8",),
+    Mutant("0 times NaN", "tiled", "not is_finite(out if", "None is (out if", "a weight of 0 meets a value of NaN that nobody sees", ("R8",),
         "R8/nan-in-future-value/causal/L6-S9/float32/forward"),
     Mutant("0 times NaN, dense", "reference", "if finite.all(): return product(w, x)", "return product(w, x)", "the same in the dense engine",
         ("R8",), "R8/nan-query-and-unseen-keys/bool-LxS/L9-S9/float32/backward", engine="math"),

@@ -1,6 +1,7 @@
 """The site: nbdev's processed notebooks and an API reference, laid out for Sphinx and built: python docs/adapt.py _docs
 
 Exported cells stay on the page with their source; their signatures and parameters are gathered in the API reference."""
+import ast
 import enum
 import functools
 import inspect
@@ -40,6 +41,17 @@ def tag(cell):
     cell.source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.M).strip()
     cell.metadata["tags"] = cell.metadata.get("tags", []) + [TAGS[o] for o in found if o in TAGS]
     if not cell.source and not cell.outputs: del cell["source"]
+    elif imports_only(cell.source): fold(cell)
+
+def imports_only(source: str) -> bool:
+    try: body = ast.parse(source).body
+    except SyntaxError: return False  # an IPython command
+    return bool(body) and all(isinstance(x, (ast.Import, ast.ImportFrom)) for x in body)
+
+def fold(cell):
+    "Where names come from is a click away, not in the way."
+    cell.metadata["tags"] = cell.metadata.get("tags", []) + ["hide-input"]
+    cell.metadata["mystnb"] = {"code_prompt_show": "Imports", "code_prompt_hide": "Imports"}
 
 class Pages(processors.FilterDefaults):
     "nbdev's filter, less what hides exported source, executes cells and writes for Quarto."
@@ -160,6 +172,14 @@ def where(name, names, modules) -> str:
         if who: line.append(f"{what} " + ", ".join(f"[](./{w}.ipynb)" for w in who[:8]) + (f" and {len(who) - 8} more." if len(who) > 8 else "."))
     return "{.where}\n" + " ".join(line)
 
+def merged(cells: list) -> list:
+    "Folded cells that follow each other are one."
+    kept = cells[:1]
+    for cell in cells[1:]:
+        if all("hide-input" in c.metadata.get("tags", []) for c in (kept[-1], cell)): kept[-1].source += f"\n\n{cell.source}"
+        else: kept.append(cell)
+    return kept
+
 def room(name): return ROOMS[max(k for k in ROOMS if k <= name)]
 
 def book(names, heads) -> str:
@@ -184,11 +204,12 @@ def lay_out(out: Path):
         for cell in nb.cells:
             if cell.cell_type == "markdown": cell.source = link(cell.source, own.get(name, links))
         nb.cells.insert(1, mk_cell(where(name, names, modules), "markdown"))
+        nb.cells = merged(nb.cells)
         if name in module_of: nb.cells = with_sources(nb.cells, module_of[name])
         save_page(nb, out / f"{name}.ipynb")
     rooms = [toctree(title, list(here)) for title, here in groupby(names, room)]
-    trees = [toctree("Start", ["start", "gallery", "coming_from", "glossary"]), *rooms]
-    trees += [toctree("API", [f"api/{m.partition('.')[2]}" for m in modules]), toctree("Project", ["contributing", "changelog"])]
+    trees = [toctree("Start", ["start", "gallery", "cost", "coming_from", "glossary"]), *rooms]
+    trees += [toctree("API", ["names"] + [f"api/{m.partition('.')[2]}" for m in modules]), toctree("Project", ["contributing", "changelog"])]
     for name, nb in pages(book(names, heads)).items():
         for cell in nb.cells:
             if cell.cell_type == "markdown": cell.source = link(cell.source, links)

@@ -7,6 +7,9 @@ from pathlib import Path
 from docutils import nodes
 from fontTools import subset
 from math_core import LatexError, LatexToMathML
+from pygments.formatters import HtmlFormatter
+from pygments.token import Name, Punctuation, Text, Whitespace
+from sphinx.highlighting import PygmentsBridge
 from sphinx.util import logging
 
 import tensorplay_attn
@@ -22,6 +25,7 @@ nb_execution_mode = "off"  # pages show the committed outputs; the tests execute
 nb_merge_streams = True
 
 html_theme = "furo"
+html_theme_options = {"navigation_with_keys": True}  # the left and right keys turn pages
 pygments_dark_style = "github-dark"
 html_title = f"{project} {version}"
 html_static_path = ["static"]
@@ -31,6 +35,12 @@ html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sphinx = False
 copybutton_exclude = ".linenos, .gp, .go"
+
+class Plain(HtmlFormatter):
+    "Without a tag around each name and bracket that has no colour of its own: a third less of a page of code."
+    def _get_css_class(self, ttype): return "" if ttype in (Name, Punctuation, Text, Whitespace) else super()._get_css_class(ttype)
+
+PygmentsBridge.html_formatter = Plain
 
 CONVERTER = LatexToMathML(fancy_error=False)
 written = set()  # the characters of all formulas, which the font must have

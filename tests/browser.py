@@ -33,6 +33,18 @@ class Browser:
 
     def ask(self, expression): return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
+    def until(self, expression, seconds=10):
+        "Is it so, now or soon?"
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.ask(expression): return True
+            time.sleep(0.05)
+        return False
+
+    def press(self, key):
+        text = key if len(key) == 1 else ""
+        for kind in ("keyDown", "keyUp"): self.call("Input.dispatchKeyEvent", type=kind, key=key, text=text if kind == "keyDown" else "")
+
     def size(self, width, height, dark=False):
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])

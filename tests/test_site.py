@@ -1,6 +1,8 @@
 "The site: it builds without a warning, holds together, fetches nothing, and is near to what one looks for."
 import http.server
+import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,13 +13,21 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
+import torch
 from browser import Browser
 from filelock import FileLock
 from fontTools.ttLib import TTFont
-from test_frame import ROOT, run, sources
+from test_frame import ROOT, load, run, sources
+
+import tensorplay_attn
+from tensorplay_attn.evidence.cli import main
+from tensorplay_attn.evidence.gpu import Ledger, Row
+from tensorplay_attn.functional import scaled_dot_product_attention
+from tensorplay_attn.masks import CATALOGUE
+from tensorplay_attn.scores import SCORES
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-LARGE = {"47_refusals.html", "49_suites.html", "57_gpu.html"}  # their source is shown in colours: hundreds of calls, or a whole report
+LARGE = {"47_refusals.html"}  # hundreds of calls, in colours
 
 
 @pytest.fixture(scope="session")
@@ -103,10 +113,72 @@ def test_a_strangers_path(pages):
     assert not [p for p in pages if re.match(r"\d\d_", p) and p not in near]
 
 
-def test_a_page_whose_block_fails_ends_the_build():
-    program = "import sys; sys.path.insert(0, 'docs'); from site_pages import cells; cells('text\\n\\n```python\\n1 / 0\\n```\\n')"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0 and "a block of a page failed" in done.stderr
+@pytest.fixture(scope="session")
+def site_pages(): return load("site_pages")
+
+
+@pytest.mark.parametrize("block, said", [("1 / 0", "failed"), ("import sys; print('no', file=sys.stderr)", "warned")])
+def test_a_page_whose_block_fails_ends_the_build(site_pages, block, said):
+    with pytest.raises(RuntimeError, match=f"a block of a page {said}"): site_pages.cells(f"text\n\n```python\n{block}\n```\n")
+
+
+def test_every_public_name_is_shown_at_work(site_pages):
+    "Those of the package and of its doors, but for what only other pages import."
+    blocks = "\n".join(re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/pages/names.md").read_text(), re.M | re.S))
+    doors = {"functional": ["scaled_dot_product_attention"], "varlen": ["varlen_attn", "varlen_attn_out", "AuxRequest"], "sdpa": ["SDPA"],
+             "externalize": ["export_composite"], "bias": ["CausalVariant", "CausalBias", "causal_upper_left", "causal_lower_right"]}
+    assert {*doors} <= {*tensorplay_attn.__all__}
+    names = [*tensorplay_attn.__all__, *sum(doors.values(), [])]
+    assert [n for n in names if not re.search(rf"\b{n}\b", blocks)] == []
+
+
+def test_the_gallery_shows_every_entry(pages):
+    html = pages["gallery.html"]
+    for kind, table in (("mask", CATALOGUE), ("score", SCORES)):
+        for name in table:
+            part = re.search(rf'id="{kind}-{name.replace("_", "-")}".*?</section>', html, re.S)
+            assert part and 'class="mask"' in part[0] and f"{kind}_mod" in part[0], name
+
+
+def test_cost_says_what_was_measured_and_what_was_not(site_pages, pages, tmp_path):
+    kept = json.loads((ROOT / "nbs/bench.json").read_text())
+    assert kept["machine"]["cpu"] in pages["cost.html"] and kept["machine"]["date"] in pages["cost.html"]
+    assert (ROOT / "nbs/gpu.csv").exists() or "No figure" in site_pages.gpu()
+    ledger = Ledger(tmp_path / "gpu.csv", {"machine": "a GPU", "versions": "torch 9", "date": "2026-01-02"})
+    ledger.write([Row("speed", "causal", impl, 1, 1, 1, 8192, 8192, 128, "bf16", "forward", ms=ms, tflops=t, ok=True)
+                  for impl, ms, t in (("flash", 2., 500.), ("flex", 4., 250.))])
+    ledger.close()
+    said = site_pages.gpu(tmp_path / "gpu.csv")
+    assert said.startswith("a GPU; torch 9; 2026-01-02.") and "| 500 |" in said and "above FlexAttention's 250: met" in said
+
+
+def fences(language):
+    "What stands in the prose of the notebooks and cannot be a cell."
+    for name, cells in sources().items():
+        for cell in cells:
+            if cell["cell_type"] == "markdown":
+                yield from ((name, code) for code in re.findall(rf"^```{language}\n(.*?)^```", "".join(cell["source"]), re.M | re.S))
+
+
+def test_code_in_prose_runs():
+    "It names what a reader has: a kernel, or its wrapper."
+    def my_kernel(q, k, v, causal, sm_scale): return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    for name, code in fences("python"):
+        names = {"scaled_dot_product_attention": scaled_dot_product_attention, "my_kernel": my_kernel, "attention": scaled_dot_product_attention}
+        exec(code, names)
+        torch.testing.assert_close(names["attention"](q, k, v, is_causal=True), scaled_dot_product_attention(q, k, v, is_causal=True), msg=name)
+        assert callable(names.get("test_mine", print)), name
+
+
+def test_commands_in_prose_exist():
+    "Their options too; nothing is run."
+    shown = "".join(code for language in ("bash", "text") for _, code in fences(language)) + (ROOT / "docs/pages/index.md").read_text()
+    lines = [shlex.split(line, comments=True) for line in shown.splitlines() if line.startswith(("make ", "tensorplay-attn "))]
+    assert len(lines) >= 8
+    for program, command, *args in lines:
+        if program == "make": run("make", "-n", command, *args)
+        else: main.get_command(None, command).make_context(command, args)
 
 
 def test_a_formula_that_cannot_be_read_fails_the_site(tmp_path):
@@ -134,6 +206,16 @@ def test_in_a_browser(site, pages, tmp_path):
             assert [a for a in asked if not a.startswith((host, "data:"))] == [] and wrong == [], (path, wrong)
             assert browser.ask(broken) == 0, f"{path}: a formula or a picture without a size"
             assert browser.ask("document.documentElement.scrollWidth") <= 390, f"{path} is wider than a phone"
+        browser.size(1280, 900)
+        asked, wrong = browser.open(host + "search.html?q=softcap")
+        assert [a for a in asked if not a.startswith((host, "data:"))] == [] and wrong == []
+        assert browser.until("document.querySelectorAll('#search-results li a').length >= 3"), "the search finds nothing"
+        browser.open(host + "start.html")
+        browser.press("/")
+        assert browser.until("document.activeElement.name == 'q'"), "the key / leads to the search"
+        browser.ask("document.activeElement.blur()")
+        browser.press("ArrowRight")
+        assert browser.until("location.pathname == '/gallery.html'"), "the right arrow turns the page"
     finally:
         browser.close()
         server.shutdown()

@@ -38,6 +38,7 @@ def tag(cell):
     "Turn the directives that nbdev leaves for Quarto into tags that myst-nb knows; drop a cell that is left empty."
     if cell.cell_type != "code": return
     found = re.findall(r"^#\|\s*([\w-]+: \w+)", cell.source, re.M)
+    if alt := re.search(r"^#\|\s*fig-alt: (.*)$", cell.source, re.M): cell.metadata["mystnb"] = {"image": {"alt": alt[1]}}
     cell.source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.M).strip()
     cell.metadata["tags"] = cell.metadata.get("tags", []) + [TAGS[o] for o in found if o in TAGS]
     if not cell.source and not cell.outputs: del cell["source"]

@@ -787,7 +787,7 @@ class BlockMask(BlockLists):
 
     def check_fits(self,
         B: int, H: int, L: int, S: int,  # of the tensors: batch, query heads, queries, keys
-        uses: frozenset[str] = frozenset(),  # the indices that mask_mod hangs on, of b, h, i, j
+        uses: frozenset[str] = frozenset(),  # the indices that mask_mod depends on, of b, h, i, j
     ) -> None:
         "Refuse tensors that it was not made for, and say what to do."
         if (L, S) != tuple(self.seq_lengths):

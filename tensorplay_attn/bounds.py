@@ -54,7 +54,7 @@ def machine(
 # %% ../nbs/15_bounds.ipynb #ea46e61e
 @dataclass(frozen=True)
 class Terms:
-    "A problem in fp64 and what its scores' errors hang on. k, v repeated for the group; rows are (B, H, L, 1)."
+    "A problem in fp64 and what its scores' errors depend on. k, v repeated for the group; rows are (B, H, L, 1)."
     mc: Machine
     q: Tensor; k: Tensor; v: Tensor
     scale: float
@@ -138,7 +138,7 @@ def _change(engine, problem, mc, t_units, before):
 
 # %% ../nbs/15_bounds.ipynb #b5fe61a0
 def _scores(mc, engine, problem, before, units):
-    # s, what it hangs on before a score_mod, and its errors: s, derivative, score, shared, lin
+    # s, what it depends on before a score_mod, and its errors: s, derivative, score, shared, lin
     size = lambda t: t.abs().clamp(max=1e140) ** mc.form.r
     y, unknown = _change(engine, problem, mc, units, before)
     s, one = dense_scores(problem), torch.ones((), dtype=torch.float64, device=problem.q.device)
@@ -382,7 +382,7 @@ def product_error(
 
 # %% ../nbs/15_bounds.ipynb #467ed323
 class Part(NamedTuple):
-    "Something that hangs on ds, and what its errors hang on. All (B, H, L, S)."
+    "Something that depends on ds, and what its errors depend on. All (B, H, L, S)."
     x: Tensor
     by_lse: Tensor; by_delta: Tensor  # what a row's errors of lse and delta are multiplied with
     own: Tensor  # r-th power of the independent error

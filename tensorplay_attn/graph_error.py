@@ -19,7 +19,7 @@ from .mods import DTYPES, Graph, Name, Node, run_node
 class Uncertain(NamedTuple):
     "A value of a graph: the truth, and what moves an engine's away from it."
     x: Tensor  # fp64, int64 or bool
-    ds: Tensor | None  # derivative by the score; None: does not hang on it
+    ds: Tensor | None  # derivative by the score; None: does not depend on it
     dg: Tensor | None  # derivative by the incoming gradient
     error: Tensor  # fp64: everything else, in full; of a bool: 1 where it may be either
 

@@ -87,12 +87,12 @@ class Graph:
         return depends
 
     def depends(self, name: str) -> frozenset[str]:
-        "The inputs that a value hangs on."
+        "The inputs that a value depends on."
         return self._depends[name]
 
     @property
     def uses(self) -> frozenset[str]:
-        "The inputs that the output hangs on."
+        "The inputs that the output depends on."
         return frozenset().union(*map(self.depends, self.output))
 
 # %% ../nbs/03_mods.ipynb #1daa594f
@@ -138,7 +138,7 @@ class Builder:
         return new
 
     def graph(self, kind: str, dtype: str, tensors: list[Captured], output: tuple, all_tensors: bool = False) -> tuple[Graph, list[int]]:
-        "What the output hangs on, numbered anew, and which of the tensors that takes; or all of them."
+        "What the output depends on, numbered anew, and which of the tensors that takes; or all of them."
         live, kept = set(output), []
         for n in reversed(self.nodes):
             if n.name in live:

@@ -40,7 +40,7 @@ gpu:  ## on a machine with a GPU: right? how fast? (PYTHON=python3, as it is; AR
 	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -c \
 	  'import importlib.util as u, sys; lacks = [n for n in ("torch", "triton", "numpy", "rich", "click") if not u.find_spec(n)]; lacks and sys.exit("make gpu: " + sys.executable + " has no " + ", ".join(lacks)); from tensorplay_attn.evidence.gpu import gpu_command; gpu_command(prog_name="make gpu")' $(ARGS)
 
-peers: $(PEERS)/.ready  ## other implementations, installed beside us: does page 51 still say what they do? (two minutes)
+peers: $(PEERS)/.ready  ## other implementations, installed beside us: does page 51 still say what they do? (three minutes)
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -q tests/peers tests/test_surface.py $(ARGS)
 
 docs: $(READY)  ## build the site: _docs/index.html

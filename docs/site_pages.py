@@ -140,13 +140,13 @@ def verdict() -> str:
             for row in ours if row in kept["cells"]]
     said = ("Rows of the rule; ✓ with how many cases were right, ✗ with how many of how many were wrong, · could not be asked. "
             "Ours: a part of every row, judged while this page was built. ")
-    return (said + "The others: every case, on the versions that [page 51](51_peers.ipynb) names.\n\n"
+    return (said + "The others: the cases and versions that [page 51](51_peers.ipynb) names.\n\n"
             f'<div class="verdict"><table><thead><tr><th></th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>')
 
 def mark(cell: str) -> str:  # "12 right", "3 wrong of 9" or "-"
     "A cell of the verdict."
     if cell == "-": return '<td title="could not be asked">·</td>'
-    kind, text = ("wrong", cell.replace(" wrong of ", "/") + " ✗") if "wrong" in cell else ("right", cell.replace(" right", " ✓"))
+    kind, text = ("right", cell.replace(" right", " ✓")) if cell.endswith(" right") else ("wrong", re.sub(r" (wrong|died)\b.* of ", "/", cell) + " ✗")
     return f'<td class="{kind}">{text}</td>'
 
 def as_table(columns, rows) -> str:

@@ -96,7 +96,7 @@ def test_right_wrong_and_deadly(strangers, tmp_path):
     assert re.split("  +", row) == ["R3", "1 right", "1 wrong of 1", "1 died of 1"]
     assert re.split("  +", next(line for line in done.output.split("\n") if line.startswith("R13"))) == ["R13", "-", "-", "-"]
     assert "wrong, R3: R3/default/causal/L1-S8/float32/forward\n    out: got " in done.output and "the process died of SIGABRT" in done.output
-    assert "query=float32 (2, 2, 1, 8)" in done.output and "absent was not asked: no-such-package not installed" in done.output
+    assert "query=float32 (2, 2, 1, 8)" in done.output and "absent was not asked: no-such-package not found" in done.output
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["cells"]["R3"] == {"right": "1 right", "wrong": "1 wrong of 1", "deadly": "1 died of 1"}
     assert [(f["peer"], f["does"], f["rows"]) for f in found["found"]] == [("wrong", "", ["R3"]), ("deadly", "", ["R3"])]
@@ -120,6 +120,35 @@ def test_slow_ones_are_asked_less(strangers, monkeypatch):
     n = {c.name: len(results.of(None, c.name)) for c in results.columns}
     assert n == {"wrong": 2, "right": 8}
     assert "died" not in peers.matrix(peers.cells_of(results))
+
+
+def test_slow_ones_are_asked_their_own_cases_too():
+    quick, named = {c.id for c in peers.plain_cases(True)}, "R10/value-batch-1/B3/float32/forward"
+    assert named not in quick and [c.id for c in peers.asked_cases("flex-compiled", False, ()) if c.id not in quick] == [named]
+    assert {c.id for c in peers.asked_cases("coreai-run", False, ())} == quick
+    assert len(peers.asked_cases("flex-compiled", True, ("R3/*",))) == len(peers.plain_cases(False))
+
+
+def test_without_a_compiler(monkeypatch):
+    "Absent, and why; what pip cannot install it is not asked to."
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setattr(peers, "PEERS", {n: peers.PEERS[n] for n in ("flex-compiled", "torch-flex")})
+    assert peers.present() == ["torch-flex"]
+    assert "flex-compiled was not asked: a C++ compiler" in call("--case", "R10/rank-2/*").output
+    with pytest.raises(ModuleNotFoundError, match=r"^flex-compiled needs a C\+\+ compiler[^:]*$"): peers.peer_columns(["flex-compiled"])
+    done = call("--peer", "flex-compiled")
+    assert done.exit_code == 2 and "needs a C++ compiler" in done.output
+
+
+@pytest.mark.parametrize("text, kind, said", [
+    ("Unsupported\n  Developer debug context: raised exception ValueError('a, b (c=None).')\n\n For more", ValueError, "a, b (c=None)."),
+    ('Developer debug context: raised exception KeyError("it\'s")\n', KeyError, "it's"),
+    ("LoweringException: NotImplementedError: `x` is not supported.\n  target: flex_attention\n", NotImplementedError, "`x` is not supported."),
+    ("LoweringException: OddError: (1) of 'a'\n  target", RuntimeError, "(1) of 'a'"), ("CppCompileError: C++ compile error", OSError, None)])
+def test_errors_are_told_as_they_were_raised(text, kind, said):
+    error = OSError(text)
+    got = peers.unwrapped(error)
+    assert type(got) is kind and (got is error if said is None else got.args == (said,))
 
 
 def test_messages_carry_no_paths():

@@ -85,7 +85,7 @@ def test_links_lead_somewhere(site, pages):
 
 def test_pictures_say_what_they_show(pages):
     for path, html in pages.items():
-        for tag in re.findall(r"<img\b[^>]*>", article(html)): assert re.search(r'\balt="[^"]+"', tag), f"{path}: {tag[:100]}"
+        for tag in re.findall(r"<img\b[^>]*>", article(html)): assert re.search(r'\balt="[^"]* [^"]+"', tag), f"{path}: {tag[:300]}"
         for tag in re.findall(r"<svg\b[^>]*class=\"mask\"[^>]*>", html): assert re.search(r'aria-label="[^"]+"', tag), f"{path}: {tag[:100]}"
 
 

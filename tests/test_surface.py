@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import io
 import json
+import re
 import textwrap
 import threading
 import tokenize
@@ -280,7 +281,7 @@ def named(code):
 def lessons():
     cells = [c for nb in (Path(__file__).parents[1] / "nbs").glob("*.ipynb") for c in json.loads(nb.read_text(encoding="utf-8"))["cells"]]
     code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-    code = [x for x in code if not x.startswith("%") and "#| export" not in x and "#| eval: false" not in x]
+    code = [x for x in code if not re.search(r"^%", x, re.M) and "#| export" not in x and "#| eval: false" not in x]
     return {name for source in code for name in named(source)}
 
 
